@@ -1,0 +1,371 @@
+"""Every JSON document that crosses SSH, as plain frozen dataclasses.
+
+Both planes import this module and nothing else of each other's; ``wire`` says how a document is
+written and what is refused. Units: bytes, seconds, tokens; times are unix seconds. Layer ids: k is
+the residual stream that enters block k, counted from 0 (Hugging Face ``hidden_states[k]``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hsx_host.wire import ContractError, decode, encode, from_dict, to_dict
+
+__all__ = ["ContractError", "decode", "encode", "from_dict", "to_dict"]
+
+# ---------------------------------------------------------------- what a run is told (the spec)
+
+
+@dataclass(frozen=True)
+class HostSettings:
+    """The borrowed host: where hsx keeps its state, and where data sets and old states live."""
+
+    python: str
+    home: str
+    output_root: str
+    old_state_roots: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """One way to launch SGLang. ``args`` follow ``python -m sglang.launch_server``; host and port are in them too."""
+
+    args: list[str]
+    env: dict[str, str]
+    host: str
+    port: int
+    start_timeout_s: float = 1800.0
+    stop_grace_s: float = 60.0
+    soak_requests: int = 8
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The target model. ``path`` is a folder on the host; ``revision`` is kept in the fingerprint."""
+
+    path: str
+    revision: str = ""
+
+
+@dataclass(frozen=True)
+class CaptureSettings:
+    """What is captured. The final hidden state is always captured before the final norm, apart from ``layers``."""
+
+    layers: list[int]
+    formats: list[str]
+    dtype: str = "bfloat16"
+    writers: int = 4
+    ring_bytes: int = 1 << 30
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """The pre-tokenised data set and how it is cut. ``shards`` empty means all; ``max_rejects`` is a number of rows."""
+
+    path: str
+    name: str
+    shard_size: int
+    shards: list[int] = field(default_factory=list)
+    max_rejects: int = 0
+    concurrency: int = 16
+    tries: int = 3
+    request_timeout_s: float = 600.0
+    proof_samples: int = 8
+
+
+@dataclass(frozen=True)
+class BenchmarkLoad:
+    """One load of ``sglang.bench_serving``: random ids of fixed lengths."""
+
+    prompts: int
+    input_tokens: int
+    output_tokens: int
+    concurrency: int
+
+
+@dataclass(frozen=True)
+class BenchmarkSettings:
+    """Loads by name (``single``, ``high``), and how far restored production may lie below the baseline (0.05 = 5 %)."""
+
+    enabled: bool
+    loads: dict[str, BenchmarkLoad]
+    tolerance: float = 0.05
+
+
+@dataclass(frozen=True)
+class CleanupSettings:
+    """``never`` refuses to delete, ``ask`` waits for a person's approval, ``auto`` deletes what the list names."""
+
+    policy: str = "never"
+    reserve_bytes: int = 10 * (1 << 30)
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """The frozen plan of one run: every verb takes it, nothing else decides what a verb does."""
+
+    run_id: str
+    profile: str
+    manager: str
+    host: HostSettings
+    production: ServerSettings
+    extraction: ServerSettings
+    model: ModelSettings
+    capture: CaptureSettings
+    data: DataSettings
+    benchmark: BenchmarkSettings
+    cleanup: CleanupSettings
+    lease_ttl_s: float = 900.0
+
+
+# ---------------------------------------------------------------- what verbs answer
+
+
+@dataclass(frozen=True)
+class ErrorDoc:
+    """Why a verb ended with another code than 0. ``kind``: bad_input, refused, again, bug."""
+
+    kind: str
+    message: str
+    field: str = ""
+    value: str = ""
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class PreflightResult:
+    """Facts about the host. ``problems`` is empty, or the verb ended with 2 or 3 and an ErrorDoc that lists them."""
+
+    python: str
+    sglang: str
+    torch: str
+    gpus: list[str]
+    home: str
+    output_free_bytes: int
+    production_healthy: bool
+    warnings: list[str]
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """One shard with something to do. Rows are line numbers of the data file, counted from 0."""
+
+    id: int
+    name: str
+    first_row: int
+    rows: int
+    todo: int
+    tokens: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """What would be extracted. ``todo_*`` leave out what is already published; ``rejects`` names at most 20 rows."""
+
+    dataset_id: str
+    dataset_dir: str
+    rows: int
+    valid: int
+    rejected: int
+    duplicates: int
+    done: int
+    todo: int
+    todo_tokens: int
+    todo_bytes: int
+    bytes_per_token: int
+    longest: int
+    shards: list[ShardPlan]
+    rejects: list[str]
+
+
+@dataclass(frozen=True)
+class OldState:
+    """One folder of old hidden states: what stands to be deleted, and what must still hold when it is."""
+
+    path: str
+    bytes: int
+    files: int
+    device: int
+    inode: int
+    newest: float
+
+
+@dataclass(frozen=True)
+class DiskVerdict:
+    """Needed against free against reclaimable on the output's file system. ``verdict``: fits, cleanup, short."""
+
+    verdict: str
+    needed_bytes: int
+    free_bytes: int
+    reserve_bytes: int
+    reclaimable_bytes: int
+    old_states: list[OldState]
+    text: str
+
+
+@dataclass(frozen=True)
+class CleanupResult:
+    """What was deleted, and the bytes that the file system counts as freed."""
+
+    deleted: list[str]
+    refused: dict[str, str]
+    freed_bytes: int
+
+
+@dataclass(frozen=True)
+class LoadFigures:
+    """What ``sglang.bench_serving`` measured under one load."""
+
+    output_tok_s: float
+    total_tok_s: float
+    ttft_ms: float
+    tpot_ms: float
+    completed: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class BenchmarkResult:
+    """One benchmark of production. ``ratios`` compare with the baseline by load (1.0 = as before), where one is kept."""
+
+    when: str
+    loads: dict[str, LoadFigures]
+    ratios: dict[str, float]
+    within_tolerance: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Who holds the host. Times are unix seconds."""
+
+    run_id: str
+    since: float
+    expires: float
+    boot_id: str = ""
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """A running (or stopped) server as hsx left it. ``pid`` 0 means none."""
+
+    mode: str
+    changed: bool
+    pid: int
+    port: int
+    launch_hash: str
+    ready_s: float
+    plugin_id: str
+    log: str
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """The capture plugin's folder and the installed SGLang against its RECORD. ``seams`` is empty before a server runs."""
+
+    plugin_id: str
+    plugin_dir: str
+    sglang: str
+    files_checked: int
+    pristine: bool
+    seams: dict[str, str]
+
+
+@dataclass(frozen=True)
+class ProbeCase:
+    """One case of the probe matrix."""
+
+    name: str
+    tokens: int
+    ok: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class ProbeReport:
+    """The whole matrix; ``ok`` only where every case is."""
+
+    ok: bool
+    cases: list[ProbeCase]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ShardSummary:
+    """One shard after ``extract``. ``published`` counts samples now in the manifest, ``extracted`` those of this call."""
+
+    shard: int
+    name: str
+    samples: int
+    published: int
+    extracted: int
+    failed: int
+    tokens: int
+    bytes: int
+    seconds: float
+    tok_s: float
+    proof: str
+    failures: list[str]
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """Published files against the manifest, and the next-token proof. Names at most 20 problems."""
+
+    ok: bool
+    samples: int
+    tokens: int
+    bytes: int
+    missing: int
+    failed: int
+    proved: int
+    problems: list[str]
+
+
+@dataclass(frozen=True)
+class ConvertResult:
+    """A data set in another trainer's format."""
+
+    format: str
+    path: str
+    samples: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class HandoffResult:
+    """What training needs; the same document is ``handoff.json``. ``layer_ids`` are per engine, three ids, the final apart."""
+
+    path: str
+    dataset_id: str
+    dataset_dir: str
+    samples: int
+    tokens: int
+    bytes: int
+    formats: dict[str, str]
+    layers: list[int]
+    final: str
+    layer_ids: dict[str, list[int]]
+    norm: dict[str, str]
+    model: dict[str, str]
+    engine: dict[str, str]
+    manifest_sha256: str
+    commands: dict[str, str]
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """A detached verb. ``state``: running, done (``rc`` is set), dead (gone without an exit code), absent.
+
+    ``log`` is what the job wrote to stderr since the asked offset; ``offset`` is where to go on.
+    ``document`` is the one JSON document of its stdout, as text, once it is done.
+    """
+
+    id: str
+    state: str
+    rc: int | None
+    pid: int
+    log: str
+    offset: int
+    document: str

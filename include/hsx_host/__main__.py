@@ -1,0 +1,170 @@
+"""``python -m hsx_host VERB --spec PATH``: one verb, one JSON document on stdout, progress on stderr.
+
+Exit codes: 0 done; 2 bad input or configuration; 3 refused by a safety check; 75 try again later; 1 a bug.
+With another code than 0 the document is an ErrorDoc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from hsx_host import verbs
+from hsx_host.contract import ContractError, ErrorDoc, RunSpec, decode, encode
+from hsx_host.errors import AGAIN, BAD_INPUT, BUG, OK, BadInput, HsxError
+
+EXIT_CODES = """exit codes:
+  0   done: stdout holds the result
+  2   bad input or configuration (a retry can't help)
+  3   refused by a safety check (a retry can't help)
+  75  try again later: the host is held, a server died, the verb was stopped by a signal
+  1   a bug: the traceback is on stderr
+With another code than 0 stdout holds an ErrorDoc: message, field, value, fix."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with its complaint as an ErrorDoc like every other bad input."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BadInput(message, field="command line", value=" ".join(sys.argv[1:]), fix=self.format_usage().strip())
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb; returns the exit code. Writes exactly one JSON document to stdout (help text apart)."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        sys.stdout.write(_overview())
+        return OK if argv else BAD_INPUT
+    if argv[0] in verbs.VERBS and {"-h", "--help"} & set(_split(argv)[0]):
+        sys.stdout.write(_parser(argv[0]).format_help())
+        return OK
+    with _stdout_to_stderr() as out:
+        document, code = _answer(argv)
+        _write_all(out, (encode(document) + "\n").encode())
+    return code
+
+
+def _answer(argv: list[str]) -> tuple[Any, int]:
+    """The verb's document and exit code, whatever happens in it."""
+    try:
+        return _run(argv), OK
+    except HsxError as e:
+        sys.stderr.write(f"{type(e).__name__}: {e}\n")
+        return e.doc, e.code
+    except KeyboardInterrupt:
+        return ErrorDoc(kind="again", message=f"{argv[0]} was stopped by a signal", fix="start it again"), AGAIN
+    except Exception as e:
+        traceback.print_exc()
+        return ErrorDoc(kind="bug", message=f"{type(e).__name__}: {e}"), BUG
+
+
+def _run(argv: list[str]) -> Any:
+    verb, rest = argv[0], argv[1:]
+    if verb not in verbs.VERBS:
+        raise BadInput("no such verb", field="verb", value=verb, fix="one of " + ", ".join(verbs.VERBS))
+    rest, command = _split(rest)
+    args = _parser(verb).parse_args(rest)
+    args.command = command
+    spec = read_spec(args.spec)
+    _stop_on_sigterm()
+    return verbs.load(verb).run(spec, args)
+
+
+def _parser(verb: str) -> _Parser:
+    module = verbs.load(verb)
+    parser = _Parser(
+        prog=f"python -m hsx_host {verb}",
+        description=f"{module.HELP}\n\n{module.__doc__ or ''}",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+    )
+    parser.add_argument("-h", "--help", action="store_true", help="print this text")
+    parser.add_argument("--spec", required=True, metavar="PATH", help="the run's frozen RunSpec (JSON)")
+    module.add_arguments(parser)
+    return parser
+
+
+def read_spec(path: str) -> RunSpec:
+    """The RunSpec in a file; BadInput names the file, or the field that does not fit."""
+    try:
+        return decode(RunSpec, Path(path).read_bytes())
+    except OSError as e:
+        raise BadInput(
+            f"the spec can't be read: {e.strerror}", field="--spec", value=path, fix="give the path that plan answered"
+        ) from None
+    except ContractError as e:
+        raise BadInput(
+            f"the spec does not fit: {e}",
+            field=_field_of(str(e)),
+            value=path,
+            fix="ship the spec of this version of hsx",
+        ) from None
+
+
+def _field_of(message: str) -> str:
+    head = message.split(":", 1)[0]
+    if "field " in message:
+        name = message.split("field ", 1)[1].split(" ", 1)[0]
+        return f"{head}.{name}".removeprefix("RunSpec.")
+    return head.removeprefix("RunSpec.") or "--spec"
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Cut at the first ``--``: what follows is the command of ``job start``."""
+    if "--" not in argv:
+        return argv, []
+    at = argv.index("--")
+    return argv[:at], argv[at + 1 :]
+
+
+def _overview() -> str:
+    lines = [
+        "usage: python -m hsx_host VERB --spec PATH [flags]    (VERB --help says more)",
+        "",
+        __doc__ or "",
+        "verbs:",
+    ]
+    lines += [f"  {verb:<10} {verbs.load(verb).HELP}" for verb in verbs.VERBS]
+    return "\n".join([*lines, "", EXIT_CODES, ""])
+
+
+def _stop_on_sigterm() -> None:
+    """SIGTERM unwinds the verb like Ctrl-C (its ``finally`` blocks run); a second one does not disturb the unwinding."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[int]:
+    """Point fd 1 at stderr, so that no library's print meets the document; gives the real stdout."""
+    sys.stdout.flush()
+    out = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield out
+    finally:
+        sys.stdout.flush()
+        os.dup2(out, 1)
+        os.close(out)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

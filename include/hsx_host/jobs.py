@@ -1,0 +1,212 @@
+"""Detached verbs: started over SSH, they outlive the connection and are polled by id.
+
+A job is a folder ``<home>/jobs/<id>/``: ``job.json``, ``stdout``, ``stderr``, ``rc``. A small runner process leads the
+job's session, runs the verb as its child and writes ``rc`` at its end; whoever asks needs nothing but the files and /proc.
+This module imports nothing heavy: a poll is one short-lived process a time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from hsx_host import procid, state
+from hsx_host.contract import JobStatus, RunSpec
+from hsx_host.errors import BUG, BadInput, TryAgain
+
+CHUNK_BYTES = 64 * 1024
+JOB_VARIABLE = "HSX_JOB"  # set inside a job: its lease is kept by polls, not by itself
+_ID = re.compile(r"[A-Za-z0-9._-]{1,200}")
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """``job.json``: the runner of one job. Private to the host program."""
+
+    id: str
+    pid: int
+    start: int
+    boot_id: str
+    run_id: str
+    command: list[str]
+    started: float
+
+
+def start(spec: RunSpec, job_id: str, command: list[str], *, again: bool) -> JobStatus:
+    """Start a job, or answer with the status of the one that has this id.
+
+    :param command: the arguments of ``python -m hsx_host``.
+    :param again: start a finished (done or dead) job anew; its old files are kept with a number. A running job is
+        never started twice.
+    """
+    where = _folder(spec, job_id)
+    where.mkdir(parents=True, exist_ok=True)
+    with state.locked(where / "lock", wait_s=30.0, what=f"the start of job {job_id}"):
+        now = poll(spec, job_id, 0)
+        if now.state == "running" or (now.state != "absent" and not again):
+            return now
+        if now.state != "absent":
+            _rotate(where)
+        _launch(spec, job_id, where, command)
+        state.journal(spec, "job started", job=job_id, command=command)
+    return poll(spec, job_id, 0)
+
+
+def poll(spec: RunSpec, job_id: str, offset: int) -> JobStatus:
+    """How the job stands, and its new stderr from ``offset`` (bytes): at most CHUNK_BYTES, whole lines while it runs.
+
+    A finished job may have more log than one chunk: ask on until ``log`` is empty.
+    """
+    where = _folder(spec, job_id)
+    record = state.read_document(JobRecord, where / "job.json")
+    if record is None:
+        return JobStatus(id=job_id, state="absent", rc=None, pid=0, log="", offset=offset, document="")
+    here = record.boot_id == procid.boot_id() and procid.alive(procid.ProcId(record.pid, record.start))
+    rc = _rc(where)  # after the look at the process: a runner that has just ended has written it
+    now = "done" if rc is not None else "running" if here else "dead"
+    log, offset = _log(where / "stderr", offset, whole=now != "running")
+    document = (where / "stdout").read_text(errors="replace").strip() if now == "done" else ""
+    return JobStatus(id=job_id, state=now, rc=rc, pid=record.pid, log=log, offset=offset, document=document)
+
+
+def kill(spec: RunSpec, job_id: str, grace_s: float) -> JobStatus:
+    """End a job: SIGTERM to its process group, ``grace_s`` seconds to unwind, then SIGKILL."""
+    where = _folder(spec, job_id)
+    record = state.read_document(JobRecord, where / "job.json")
+    if record is None or poll(spec, job_id, 0).state != "running":
+        return poll(spec, job_id, 0)
+    state.journal(spec, "job killed", job=job_id)
+    _signal_group(record, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    while time.monotonic() < deadline and poll(spec, job_id, 0).state == "running":
+        time.sleep(0.1)
+    if poll(spec, job_id, 0).state == "running":
+        _signal_group(record, signal.SIGKILL)
+        while procid.alive(procid.ProcId(record.pid, record.start)):
+            time.sleep(0.02)
+        if _rc(where) is None:
+            state.write_text(where / "rc", f"{128 + signal.SIGKILL}\n")
+    return poll(spec, job_id, 0)
+
+
+def detach(argv: list[str], *, stdout: Path, stderr: Path, cwd: Path) -> None:
+    """Run a command in a session of its own that no longer belongs to this process (used for the guard)."""
+    with stdout.open("ab") as out, stderr.open("ab") as err:
+        code = "import os,sys\nif os.fork(): os._exit(0)\nos.setsid()\nos.execv(sys.argv[1], sys.argv[1:])"
+        subprocess.run(
+            [sys.executable, "-c", code, *argv], stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=cwd, check=True
+        )
+
+
+def _launch(spec: RunSpec, job_id: str, where: Path, command: list[str]) -> None:
+    """Fork the runner and wait until its ``job.json`` stands."""
+    receive, send = os.pipe()
+    first = os.fork()
+    if first == 0:
+        if os.fork():
+            os._exit(0)
+        os.setsid()  # after the second fork: the runner leads a session and a group, which kill uses
+        _runner(spec, job_id, where, command, send)
+    os.close(send)
+    os.waitpid(first, 0)
+    with os.fdopen(receive, "rb") as pipe:
+        said = pipe.read()
+    if said != b"ok":
+        raise TryAgain(f"the job's runner did not start: {said.decode(errors='replace')}", field="job", value=job_id)
+
+
+def _runner(spec: RunSpec, job_id: str, where: Path, command: list[str], send: int) -> NoReturn:
+    """The job's runner: never returns. Holds no file of its starter, ignores SIGTERM (the verb gets it too)."""
+    rc = BUG
+    try:
+        os.chdir(state.home(spec))
+        null = os.open(os.devnull, os.O_RDONLY)
+        out = os.open(where / "stdout", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        err = os.open(where / "stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        for fd, target in ((null, 0), (out, 1), (err, 2)):
+            os.dup2(fd, target)
+        os.closerange(3, send)
+        os.closerange(send + 1, os.sysconf("SC_OPEN_MAX"))
+        # A handler, not SIG_IGN: an ignored signal would stay ignored in the verb.
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.signal(signal.SIGINT, lambda *_: None)
+        me = procid.identify(os.getpid())
+        assert me is not None
+        record = JobRecord(job_id, me.pid, me.start, procid.boot_id(), spec.run_id, command, time.time())
+        state.write_document(where / "job.json", record)
+        os.write(send, b"ok")
+        os.close(send)
+        environment = {**os.environ, JOB_VARIABLE: job_id}
+        verb = subprocess.Popen([sys.executable, "-m", "hsx_host", *command], env=environment, stdin=subprocess.DEVNULL)
+        code = verb.wait()
+        rc = code if code >= 0 else 128 - code
+    except BaseException as e:
+        os.write(2, f"the job's runner failed: {type(e).__name__}: {e}\n".encode())
+    finally:
+        os.killpg(0, signal.SIGTERM)  # what the verb left behind in the job's group; the runner itself goes on
+        state.write_text(where / "rc", f"{rc}\n")
+        os._exit(0)
+
+
+def _signal_group(record: JobRecord, number: signal.Signals) -> None:
+    if procid.alive(procid.ProcId(record.pid, record.start)):
+        os.killpg(record.pid, number)
+
+
+def _folder(spec: RunSpec, job_id: str) -> Path:
+    if not _ID.fullmatch(job_id) or job_id.startswith("."):
+        raise BadInput("not a job id", field="job id", value=job_id, fix="use letters, digits, '.', '_' and '-'")
+    return state.home(spec) / "jobs" / job_id
+
+
+def _rc(where: Path) -> int | None:
+    try:
+        return int((where / "rc").read_text())
+    except FileNotFoundError:
+        return None
+
+
+def _rotate(where: Path) -> None:
+    """Keep the files of the last try as ``<name>.<n>``; ``rc`` goes first, so that no half-rotated job looks done."""
+    number = 1 + max((int(p.suffix[1:]) for p in where.glob("job.json.*") if p.suffix[1:].isdigit()), default=0)
+    for name in ("rc", "job.json", "stdout", "stderr"):
+        if (where / name).exists():
+            (where / name).rename(where / f"{name}.{number}")
+
+
+def _log(path: Path, offset: int, *, whole: bool) -> tuple[str, int]:
+    """Text of the log from ``offset`` and where to go on. Cut at a line end; a line longer than a chunk, between characters."""
+    if offset < 0:
+        raise BadInput(
+            "an offset is not negative", field="--offset", value=offset, fix="give what the last poll answered"
+        )
+    try:
+        with path.open("rb") as f:
+            f.seek(offset)
+            chunk = f.read(CHUNK_BYTES)
+    except FileNotFoundError:
+        return "", offset
+    full = len(chunk) == CHUNK_BYTES
+    if full or not whole:
+        end = chunk.rfind(b"\n") + 1
+        if not end and full:
+            end = _character_end(chunk)
+        chunk = chunk[:end]
+    return chunk.decode(errors="replace"), offset + len(chunk)
+
+
+def _character_end(chunk: bytes) -> int:
+    """The end of the last whole UTF-8 character."""
+    for back in range(1, 5):
+        first = chunk[-back]
+        if first & 0xC0 != 0x80:  # not a continuation byte: a character starts here
+            length = 1 if first < 0x80 else 2 if first < 0xE0 else 3 if first < 0xF0 else 4
+            return len(chunk) if length <= back else len(chunk) - back
+    return len(chunk)

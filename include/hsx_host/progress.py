@@ -1,0 +1,53 @@
+"""Progress of a verb: JSON lines and plain log lines on stderr, which stdout's one document never meets."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+INTERVAL_S = 1.0
+
+
+def log(text: str) -> None:
+    """One plain line for a person, with the UTC time of day."""
+    sys.stderr.write(f"{time.strftime('%H:%M:%S', time.gmtime())} {text}\n")
+    sys.stderr.flush()
+
+
+class Progress:
+    """Counts of one verb, written at most once a second.
+
+    :param verb: the verb's name, the line's ``progress`` field.
+    :param total: how many things there are to do; ``done`` in ``update`` counts the same things.
+    """
+
+    def __init__(self, verb: str, total: int) -> None:
+        self.verb, self.total = verb, total
+        self._began = time.monotonic()
+        self._written = float("-inf")
+        self._first: int | None = None
+
+    def update(self, done: int, *, tokens: int = 0, bytes: int = 0) -> None:
+        """Totals so far (not differences). ``rate`` is things a second since the first call, ``eta`` seconds or null."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first, self._began = done, now
+        last = done >= self.total
+        if not last and now - self._written < INTERVAL_S:
+            return
+        self._written = now
+        spent = now - self._began
+        rate = (done - self._first) / spent if spent > 0 else 0.0
+        eta = round((self.total - done) / rate, 1) if rate > 0 else None
+        line = {
+            "progress": self.verb,
+            "done": done,
+            "total": self.total,
+            "tokens": tokens,
+            "bytes": bytes,
+            "rate": round(rate, 3),
+            "eta": eta,
+        }
+        sys.stderr.write(json.dumps(line) + "\n")
+        sys.stderr.flush()

@@ -1,0 +1,41 @@
+"""What it does
+  Gives the lease up; the guard ends. Done already: nothing happens. It does not bring production back: `serve
+  production` does, and comes first. Refused while the extraction server of this run is up.
+Result: Lease (the one that was given up; expires 0 where there was none).
+Example
+  python -m hsx_host release --spec S
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+
+from hsx_host import lease, procid, state
+from hsx_host.contract import Lease, RunSpec
+from hsx_host.errors import Refused
+
+HELP = "give this run's lease up"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    pass
+
+
+def run(spec: RunSpec, args: Namespace) -> Lease:
+    held = lease.read(spec)
+    if held is None or held.run_id != spec.run_id:
+        return Lease(run_id=spec.run_id, since=0.0, expires=0.0)
+    server = state.read_server(spec)
+    if (
+        server is not None
+        and server.mode == "extraction"
+        and procid.boot_id() == server.boot_id
+        and procid.alive(procid.ProcId(server.pid, server.start))
+    ):
+        raise Refused(
+            "the extraction server is up: without a lease nobody would give the host back",
+            field="lease",
+            value=spec.run_id,
+            fix="serve production first",
+        )
+    return lease.release(spec) or Lease(run_id=spec.run_id, since=0.0, expires=0.0)

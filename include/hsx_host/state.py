@@ -1,0 +1,178 @@
+"""The host's home: where everything lies, atomic JSON files, the lock of transitions and their journal."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hsx_host.contract import ContractError, RunSpec, decode, encode
+from hsx_host.errors import Refused, TryAgain
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """``state/server.json``: the server that hsx started or took over. Private to the host program.
+
+    ``phase``: starting, running or stopped. ``tree`` holds [pid, start] of every process that was tied to the server
+    when it was last looked at, so that processes reparented after a crash are still known as its own. ``shm`` holds
+    the /dev/shm segments that only this server had open then.
+    """
+
+    mode: str
+    phase: str
+    pid: int
+    start: int
+    pgid: int
+    sid: int
+    boot_id: str
+    port: int
+    launch_hash: str
+    plugin_id: str
+    spool: str
+    log: str
+    since: float
+    ready_s: float
+    tree: list[list[int]] = field(default_factory=list)
+    shm: list[str] = field(default_factory=list)
+
+
+def home(spec: RunSpec) -> Path:
+    """``<home>`` of the design, as a path."""
+    return Path(spec.host.home)
+
+
+def folder(spec: RunSpec, *parts: str) -> Path:
+    """A folder below the home, made where it is missing."""
+    path = home(spec).joinpath(*parts)
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def run_dir(spec: RunSpec) -> Path:
+    """``<home>/runs/<run key>``: what one run keeps (plan.json, disk.json, benchmark-before.json)."""
+    return folder(spec, "runs", run_key(spec.run_id))
+
+
+def run_key(run_id: str) -> str:
+    """A run id as a folder name: readable, and still unique where characters had to go (Airflow's hold ``:`` and ``+``)."""
+    digest = hashlib.sha256(run_id.encode()).hexdigest()[:8]
+    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', run_id)[:80].strip('.-')}-{digest}"
+
+
+def write_text(path: Path, text: str, mode: int = 0o644) -> None:
+    """Write a whole file or nothing: temporary name, fsync, rename, fsync of the folder."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with os.fdopen(fd, "w") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(temporary, path)
+    parent = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(parent)
+    finally:
+        os.close(parent)
+
+
+def write_document(path: Path, document: Any) -> None:
+    """A dataclass as a JSON file, atomically."""
+    write_text(path, encode(document) + "\n")
+
+
+def read_document(cls: type[T], path: Path) -> T | None:
+    """The document in a file, None where there is no file. Refused where the file is not what it should be."""
+    try:
+        return decode(cls, path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ContractError as e:
+        raise Refused(
+            f"a state file of hsx can't be read: {e}",
+            field=path.name,
+            value=path,
+            fix="look what stands there; remove it by hand once no server of hsx runs",
+        ) from None
+
+
+def server_path(spec: RunSpec) -> Path:
+    return folder(spec, "state") / "server.json"
+
+
+def read_server(spec: RunSpec) -> ServerState | None:
+    """What ``state/server.json`` says, whether or not that server still lives."""
+    return read_document(ServerState, server_path(spec))
+
+
+def write_server(spec: RunSpec, server: ServerState) -> None:
+    write_document(server_path(spec), server)
+
+
+def journal(spec: RunSpec, event: str, **facts: object) -> None:
+    """Append one line to ``state/journal.jsonl``: time, run, event, facts."""
+    line = {"time": round(time.time(), 3), "run_id": spec.run_id, "pid": os.getpid(), "event": event, **facts}
+    path = folder(spec, "state") / "journal.jsonl"
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(fd, (json.dumps(line, default=str) + "\n").encode())  # one write: lines of two writers don't mix
+    finally:
+        os.close(fd)
+
+
+def journal_tail(spec: RunSpec, lines: int) -> list[str]:
+    """The last lines of the journal, oldest first."""
+    path = home(spec) / "state" / "journal.jsonl"
+    try:
+        with path.open("rb") as f:
+            f.seek(0, os.SEEK_END)
+            f.seek(max(0, f.tell() - 400 * lines))
+            return f.read().decode(errors="replace").splitlines()[-lines:]
+    except FileNotFoundError:
+        return []
+
+
+@contextmanager
+def locked(path: Path, *, wait_s: float, what: str) -> Iterator[None]:
+    """Hold a flock; the kernel frees it when the holder dies. TryAgain after ``wait_s`` seconds.
+
+    :param what: what the lock guards, for the message.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    holder = os.pread(fd, 200, 0).decode(errors="replace").strip()
+                    raise TryAgain(
+                        f"another process is busy with {what}: {holder or 'unknown'}",
+                        field=path.name,
+                        fix="it frees the lock at its end",
+                    ) from None
+                time.sleep(0.05)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"pid {os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def transition(spec: RunSpec, wait_s: float) -> Iterator[None]:
+    """The one lock of server transitions: whoever starts or stops a server, or changes the plugin, holds it."""
+    with locked(folder(spec, "state") / "lock", wait_s=wait_s, what="a transition of this host"):
+        yield

@@ -1,0 +1,160 @@
+"""Processes that the demo starts, kept by pid and start time, and ended by process group and session.
+
+A pid alone may be another process by the time ``make down`` runs; with its start time it names one process only.
+Linux: /proc tells the start time, the session and the group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hsx_demo.errors import DemoError
+
+
+@dataclass(frozen=True)
+class Child:
+    """A started process, leader of its own session. ``ticks`` is its start time in clock ticks since boot."""
+
+    name: str
+    pid: int
+    ticks: int
+    log: str
+
+
+def start(
+    command: Sequence[str],
+    *,
+    log: Path,
+    name: str,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> Child:
+    """Start ``command`` in a session of its own; stdout and stderr are appended to ``log``."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as out:
+        p = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=None if env is None else dict(env),
+            cwd=cwd,
+            start_new_session=True,
+        )
+    stat = _stat(p.pid)
+    return Child(name=name, pid=p.pid, ticks=stat.ticks if stat else 0, log=str(log))
+
+
+def alive(child: Child) -> bool:
+    """Whether that very process still runs (a zombie does not)."""
+    _reap(child.pid)
+    stat = _stat(child.pid)
+    return stat is not None and stat.ticks == child.ticks and stat.state != "Z"
+
+
+def stop(child: Child, *, grace_s: float = 20.0) -> None:
+    """SIGTERM to the process, then to what is left of its descendants and its session, then SIGKILL.
+
+    Descendants are listed before the first signal: sshd gives each connection a session of its own, and a process
+    whose parent is gone can no longer be tied to us. Does nothing where everything is gone.
+    """
+    family = _descendants(child)
+    if alive(child):
+        _signal(child.pid, signal.SIGTERM)
+        _wait_gone([child], grace_s)
+    for sig, pause in ((signal.SIGTERM, min(grace_s, 3.0)), (signal.SIGKILL, 3.0)):
+        # a session's id can't be used anew while members live, so what carries ours is ours
+        left = [c for c in {*family, *_session(child)} if alive(c)]
+        for c in left:
+            _signal(c.pid, sig)
+        _wait_gone(left, pause)
+    _reap(child.pid)
+
+
+def wait_until(ready: Callable[[], bool], child: Child, *, what: str, timeout_s: float) -> float:
+    """Wait for ``ready``; the seconds it took. Fails at once, with the log's end, where the process ends before."""
+    began = time.monotonic()
+    while not ready():
+        if not alive(child):
+            raise DemoError(f"{what} ended while starting; the end of {child.log}:\n{tail(child.log)}")
+        if time.monotonic() - began > timeout_s:
+            raise DemoError(f"{what} was not ready after {timeout_s:.0f} s; the end of {child.log}:\n{tail(child.log)}")
+        time.sleep(0.2)
+    return time.monotonic() - began
+
+
+def tail(path: str | Path, lines: int = 25) -> str:
+    """The last lines of a log, or a word on why there are none."""
+    try:
+        with Path(path).open("rb") as f:
+            f.seek(max(0, os.fstat(f.fileno()).st_size - 16384))
+            text = f.read().decode(errors="replace")
+    except OSError as e:
+        return f"(no log: {e})"
+    return "\n".join(text.splitlines()[-lines:])
+
+
+@dataclass(frozen=True)
+class _Stat:
+    state: str
+    parent: int
+    session: int
+    ticks: int
+
+
+def _stat(pid: int) -> _Stat | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # the command stands in brackets and may hold anything; fields are counted from its end (proc(5): state is field 3)
+    fields = text[text.rindex(")") + 2 :].split()
+    return _Stat(state=fields[0], parent=int(fields[1]), session=int(fields[3]), ticks=int(fields[19]))
+
+
+def _session(child: Child) -> list[Child]:
+    """Living members of the child's session that are not older than it (an older one would be a stranger's)."""
+    return [
+        Child(child.name, pid, stat.ticks, child.log)
+        for pid, stat in _processes().items()
+        if stat.session == child.pid and stat.ticks >= child.ticks > 0
+    ]
+
+
+def _descendants(child: Child) -> list[Child]:
+    """The child and everything below it, as long as the child lives."""
+    if not alive(child):
+        return []
+    table, found, front = _processes(), {child.pid}, {child.pid}
+    while front:
+        front = {pid for pid, stat in table.items() if stat.parent in front} - found
+        found |= front
+    return [Child(child.name, pid, table[pid].ticks, child.log) for pid in found if pid in table]
+
+
+def _processes() -> dict[int, _Stat]:
+    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    return {pid: stat for pid in pids if (stat := _stat(pid)) is not None and stat.state != "Z"}
+
+
+def _wait_gone(children: list[Child], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while any(alive(c) for c in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _signal(pid: int, sig: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, sig)
+
+
+def _reap(pid: int) -> None:
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)

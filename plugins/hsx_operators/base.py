@@ -1,0 +1,167 @@
+"""The base of every operator that runs a verb on the host: submit, wait without a worker, read the answer."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from airflow.sdk import BaseOperator
+
+from hsx_host import contract as c
+from hsx_operators import errors
+from hsx_operators.answers import parse_answer
+from hsx_operators.hook import GpuHostHook, hook_of
+from hsx_operators.retry import HOST_RETRIES, HostRetryPolicy
+from hsx_operators.triggers import HostJobTrigger, died
+
+if TYPE_CHECKING:
+    from airflow.sdk.definitions.context import Context
+
+POOL = "hsx_gpu_host"
+_JOB_KEY = "job_id"
+
+
+class HostVerbOperator(BaseOperator):
+    """Runs one verb of the host program.
+
+    A long verb is submitted as a detached job and watched by a trigger: no worker waits, and neither a lost
+    connection nor a restarted Airflow ends it. Its id stands in the task state store until an exit code has
+    arrived, so that a retry finds the running job instead of starting a second one. A short verb runs within
+    the task, over one connection.
+
+    :param plan_task_id: the task whose XCom ``run`` says where the host is and which plan is frozen there.
+    :param job_timeout: a detached job is killed after this time; None lets it run.
+    """
+
+    result_type: ClassVar[type[Any]]
+    detached: ClassVar[bool] = True
+    inline_timeout_s: ClassVar[float] = 600.0
+    default_retries: ClassVar[int] = 3
+    default_policy: ClassVar[HostRetryPolicy] = HOST_RETRIES
+    ui_color = "#dde8f5"
+
+    def __init__(
+        self, *, plan_task_id: str = "plan", job_timeout: timedelta | None = timedelta(hours=24), **kwargs: Any
+    ) -> None:
+        kwargs.setdefault("retries", self.default_retries)
+        kwargs.setdefault("retry_delay", timedelta(seconds=30))
+        kwargs.setdefault("retry_policy", self.default_policy)
+        kwargs.setdefault("pool", POOL)
+        super().__init__(**kwargs)
+        self.plan_task_id, self.job_timeout = plan_task_id, job_timeout
+        self._job: tuple[dict[str, Any], str] | None = None
+
+    # -------------------------------------------------------------------------- what a subclass says
+
+    def verb(self, context: Context) -> list[str]:
+        """The verb, its subcommand and its arguments, without ``--spec``."""
+        raise NotImplementedError
+
+    def result(self, document: Any, host: dict[str, Any], context: Context) -> Any:
+        """What becomes of the answer; returns the XCom."""
+        return c.to_dict(document)
+
+    # -------------------------------------------------------------------------- the way of a task
+
+    def execute(self, context: Context) -> Any:
+        """Run a short verb; submit a long one and defer."""
+        return self.run_verb(context)
+
+    def run_verb(self, context: Context) -> Any:
+        """What ``execute`` does, for subclasses that decide something before."""
+        host = self.host_of(context)
+        verb = self.verb(context)
+        with hook_of(host) as hook:
+            if not self.detached:
+                document = hook.run_verb(
+                    self.result_type, verb, spec_path=host["spec_path"], timeout_s=self.inline_timeout_s
+                )
+                return self.result(document, host, context)
+            return self.submit(hook, host, verb, context)
+
+    def submit(self, hook: GpuHostHook, host: dict[str, Any], verb: Sequence[str], context: Context) -> Any:
+        """Start the job, or find the one that an earlier try left running, and wait for it in a trigger."""
+        store = context["task_state_store"]
+        known = store.get(_JOB_KEY)
+        job_id = str(known or job_name(context, host["spec_path"]))
+        # Kept before the start: a worker that dies in between must not lead to a second copy.
+        store.set(_JOB_KEY, job_id)
+        self._job = (host, job_id)
+        status = hook.job_start(job_id, verb, spec_path=host["spec_path"])
+        self.log.info("%s the job %s (pid %d)", "found" if known else "started", job_id, status.pid)
+        self.defer(
+            trigger=HostJobTrigger(
+                host=host,
+                job_id=job_id,
+                deadline=time.time() + self.job_timeout.total_seconds() if self.job_timeout else 0.0,
+            ),
+            method_name="execute_complete",
+            kwargs={"host": host, "job_id": job_id, "verb": list(verb)},
+        )
+
+    def execute_complete(
+        self, context: Context, event: dict[str, Any], host: dict[str, Any], job_id: str, verb: list[str]
+    ) -> Any:
+        """The job has ended: read its document, or raise why there is none."""
+        try:
+            document = self._document(event, host, job_id, verb, context)
+        except errors.HsxOperatorError as e:
+            e.allowed_retries = self.allowed_retries(e, host)
+            raise
+        return self.result(document, host, context)
+
+    def _document(
+        self, event: dict[str, Any], host: dict[str, Any], job_id: str, verb: list[str], context: Context
+    ) -> Any:
+        if event["end"] == "error":
+            # The job may still run: its id stays in the store, and the next try finds it.
+            raise errors.named_error(event["error"], event["message"])
+        context["task_state_store"].delete(_JOB_KEY)
+        if event["end"] == "died":
+            raise died(job_id, event["log_tail"])
+        if event["end"] == "deadline":
+            raise errors.RemoteJobDied(
+                f"the job {job_id} was ended after {self.job_timeout}", fix="raise job_timeout, or look why it hangs"
+            )
+        return parse_answer(
+            self.result_type, verb[0], int(event["rc"]), event["document"], event["log_tail"], host["python"]
+        )
+
+    def allowed_retries(self, error: errors.HsxOperatorError, host: dict[str, Any]) -> int | None:
+        """How often this failure may be retried; None leaves it to ``retries``."""
+        return None
+
+    def host_of(self, context: Context) -> dict[str, Any]:
+        """Where the host is and which plan is frozen there: plan's XCom ``run``."""
+        host = context["ti"].xcom_pull(task_ids=self.plan_task_id, key="run")
+        if not isinstance(host, dict):
+            raise errors.ConfigError(
+                "has not told where the host is", field="plan_task_id", value=self.plan_task_id,
+                fix="clear the plan task of this run first",
+            )
+        return host
+
+    def on_kill(self) -> None:
+        """The task was killed while it submitted: end the remote job too."""
+        if self._job is not None:
+            host, job_id = self._job
+            with hook_of(host) as hook:
+                hook.job_kill(job_id, spec_path=host["spec_path"], grace_s=2.0)
+
+
+def job_name(context: Context, spec_path: str) -> str:
+    """The id of a job: readable, and the same for the same run, task, map index, spec and try.
+
+    A try whose job has ended gives the next try another id; one whose job may still run hands its id on
+    through the task state store.
+    """
+    ti = context["ti"]
+    map_index = ti.map_index if ti.map_index is not None else -1
+    key = "\0".join([ti.dag_id, ti.run_id, ti.task_id, str(map_index), spec_path])
+    shard = f"-{map_index}" if map_index >= 0 else ""
+    task = re.sub(r"[^A-Za-z0-9._-]", "-", ti.task_id)[:60]
+    return f"{task}{shard}-{hashlib.sha256(key.encode()).hexdigest()[:16]}-{ti.try_number}"

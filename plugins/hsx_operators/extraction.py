@@ -1,0 +1,128 @@
+"""Against the extraction server: proof, the shards, the check of what was published, the handoff to training."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from airflow.sdk import Asset
+
+from hsx_host import contract as c
+from hsx_operators import errors
+from hsx_operators.answers import human_bytes, human_seconds
+from hsx_operators.base import HostVerbOperator
+from hsx_operators.retry import HostRetryPolicy
+
+if TYPE_CHECKING:
+    from airflow.sdk.definitions.context import Context
+
+#: Updated by each run that hands a data set to training; ``extra`` tells where it is and how to read it.
+HIDDEN_STATES = Asset("hsx_hidden_states")
+
+
+class ProbeOperator(HostVerbOperator):
+    """The probe matrix on the live extraction server, before any shard and before any deletion."""
+
+    result_type = c.ProbeReport
+
+    def verb(self, context: Context) -> list[str]:
+        """``probe``."""
+        return ["probe"]
+
+    def result(self, document: c.ProbeReport, host: dict[str, Any], context: Context) -> Any:
+        """Tell every case; a report that isn't ok fails the task."""
+        for case in document.cases:
+            self.log.info("%s %s (%d tokens) %s", "ok  " if case.ok else "FAIL", case.name, case.tokens, case.text)
+        if not document.ok:
+            failed = ", ".join(case.name for case in document.cases if not case.ok)
+            raise errors.HostRefused("probe", c.ErrorDoc("refused", f"failed: {failed}", "probe", failed))
+        return {"ok": True, "cases": len(document.cases), "seconds": document.seconds}
+
+
+class ExtractShardOperator(HostVerbOperator):
+    """Extracts one shard. Mapped: one task a shard, named by it.
+
+    Resumable by sample: a retry, or a clear in the UI, does only what is missing. Where the host was given back
+    meanwhile, the host program borrows it by itself and gives it back at its end.
+
+    :param shard: one entry of plan's ``shards``.
+    """
+
+    template_fields = ("shard",)
+    result_type = c.ShardSummary
+    #: A ceiling that Airflow has to know when it parses; the profile's ``tasks.shard_retries`` decides below it.
+    retry_ceiling: ClassVar[dict[str, Any]] = {"retries": 5, "retry_policy": HostRetryPolicy()}
+
+    def __init__(self, *, shard: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("map_index_template", "{{ task.shard['name'] }}")
+        super().__init__(**{**self.retry_ceiling, **kwargs})
+        self.shard = shard
+
+    def verb(self, context: Context) -> list[str]:
+        """``extract --shard N``."""
+        return ["extract", "--shard", str(self.shard["id"])]
+
+    def allowed_retries(self, error: errors.HsxOperatorError, host: dict[str, Any]) -> int | None:
+        """Retries of a shard are the profile's; SSH trouble is no fault of the shard and keeps the task's own."""
+        return None if isinstance(error, errors.HostUnreachable) else int(host["shard_retries"])
+
+    def result(self, document: c.ShardSummary, host: dict[str, Any], context: Context) -> Any:
+        """Tell the shard's figures and every failure."""
+        for line in document.failures:
+            self.log.warning("failed: %s", line)
+        self.log.info(
+            "%s: %d of %d samples published (%d now), %d failed, %s tokens, %s in %s, %.0f tok/s; %s",
+            document.name, document.published, document.samples, document.extracted, document.failed,
+            f"{document.tokens:,}", human_bytes(document.bytes), human_seconds(document.seconds), document.tok_s,
+            document.proof,
+        )
+        return c.to_dict(document)
+
+
+class VerifyDatasetOperator(HostVerbOperator):
+    """Reads the published files again, against the manifest and by the next-token proof."""
+
+    result_type = c.VerifyReport
+
+    def verb(self, context: Context) -> list[str]:
+        """``verify``."""
+        return ["verify"]
+
+    def result(self, document: c.VerifyReport, host: dict[str, Any], context: Context) -> Any:
+        """A report that isn't ok fails the task and names the problems."""
+        for problem in document.problems:
+            self.log.error("%s", problem)
+        self.log.info(
+            "%d samples, %s tokens, %s; missing %d, failed %d, proved %d", document.samples,
+            f"{document.tokens:,}", human_bytes(document.bytes), document.missing, document.failed, document.proved,
+        )
+        if not document.ok:
+            raise errors.HostRefused(
+                "verify",
+                c.ErrorDoc("refused", "; ".join(document.problems[:3]) or "the data set isn't whole", "data set", "",
+                           "clear the shards that it names"),
+            )
+        return c.to_dict(document)
+
+
+class TrainingHandoffOperator(HostVerbOperator):
+    """Writes ``handoff.json`` and tells it with the Asset ``hsx_hidden_states``, which a training DAG may be scheduled on."""
+
+    result_type = c.HandoffResult
+    detached = False
+
+    def __init__(self, **kwargs: Any) -> None:
+        kwargs.setdefault("outlets", [HIDDEN_STATES])
+        super().__init__(**kwargs)
+
+    def verb(self, context: Context) -> list[str]:
+        """``handoff``."""
+        return ["handoff"]
+
+    def result(self, document: c.HandoffResult, host: dict[str, Any], context: Context) -> Any:
+        """The Asset's ``extra`` is the whole handoff."""
+        handoff = c.to_dict(document)
+        context["outlet_events"][HIDDEN_STATES].extra = handoff
+        self.log.info("%s", document.path)
+        for name, command in document.commands.items():
+            self.log.info("%s: %s", name, command)
+        return handoff

@@ -1,0 +1,118 @@
+"""The first step, which freezes what the run will do, and the gate that ends a run with nothing to do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from airflow.providers.standard.utils.skipmixin import SkipMixin
+from airflow.sdk import BaseOperator
+
+from hsx_host import contract as c
+from hsx_operators.answers import human_bytes
+from hsx_operators.base import HostVerbOperator
+from hsx_operators.hook import GpuHostHook
+from hsx_operators.profile import load_profile
+from hsx_operators.spec import build_spec, check_known
+
+if TYPE_CHECKING:
+    from airflow.sdk.definitions.context import Context
+
+
+class PlanOperator(HostVerbOperator):
+    """Reads the profile and the Params, ships the program, checks the host, and plans the shards.
+
+    XComs: ``run`` (where the host is, and the frozen spec), ``plan`` (what is to do), ``shards`` (one entry a shard
+    with something to do), ``facts`` (the host's preflight). Everything later rests on them: a profile that changes
+    while a run goes on doesn't change that run.
+
+    :param params: the run's Params are read from the context; unknown keys in its conf are refused.
+    """
+
+    result_type = c.PlanResult
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.multiple_outputs = True
+
+    def verb(self, context: Context) -> list[str]:
+        """``plan``; a dry run writes nothing below the output root."""
+        return ["plan", *(["--dry-run"] if context["params"].get("dry_run") else [])]
+
+    def execute(self, context: Context) -> Any:
+        """Build and ship the spec, run ``preflight``, submit ``plan``."""
+        params = dict(context["params"])
+        check_known({**params, **(context["dag_run"].conf or {})})
+        name = str(params["profile"])
+        profile = load_profile(name)
+        spec = build_spec(profile, name, params, str(context["run_id"]))
+        with GpuHostHook(profile.host.ssh_conn_id, spec.host.python, spec.host.home) as hook:
+            hook.ship()
+            host: dict[str, Any] = {
+                "ssh_conn_id": profile.host.ssh_conn_id,
+                "python": spec.host.python,
+                "home": spec.host.home,
+                "bundle": hook.bundle,
+                "bundle_dir": hook.bundle_dir,
+                "spec_path": hook.put_spec(spec),
+                "profile": name,
+                "dry_run": bool(params.get("dry_run")),
+                "cleanup_policy": spec.cleanup.policy,
+                "benchmark": spec.benchmark.enabled,
+                "shard_retries": profile.tasks.shard_retries,
+            }
+            facts = hook.run_verb(c.PreflightResult, ["preflight"], spec_path=host["spec_path"], timeout_s=300)
+            for warning in facts.warnings:
+                self.log.warning("%s", warning)
+            context["ti"].xcom_push(key="facts", value=c.to_dict(facts))
+            return self.submit(hook, host, self.verb(context), context)
+
+    def result(self, document: c.PlanResult, host: dict[str, Any], context: Context) -> dict[str, Any]:
+        """Tell in words what will be done."""
+        plan = c.to_dict(document)
+        shards = plan.pop("shards")
+        for line in document.rejects:
+            self.log.warning("rejected: %s", line)
+        self.log.info(
+            "%s: %d rows, %d valid, %d rejected, %d duplicates, %d done; to do: %d samples in %d shards, %s tokens, %s",
+            document.dataset_id, document.rows, document.valid, document.rejected, document.duplicates, document.done,
+            document.todo, len(shards), f"{document.todo_tokens:,}", human_bytes(document.todo_bytes),
+        )
+        return {"run": host, "plan": plan, "shards": shards}
+
+
+class GateOperator(BaseOperator, SkipMixin):
+    """Ends the run green where it is a dry run or nothing is left to do: the rest is skipped, production untouched.
+
+    Its XCom is the list of shards, over which ``extract`` is mapped.
+
+    :param run: plan's XCom ``run``.
+    :param plan: plan's XCom ``plan``.
+    :param shards: plan's XCom ``shards``.
+    :param disk: the disk check's verdict.
+    """
+
+    template_fields = ("run", "plan", "shards", "disk")
+    inherits_from_skipmixin = True
+    ui_color = "#f3e6c8"
+
+    def __init__(self, *, run: Any, plan: Any, shards: Any, disk: Any, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.run, self.plan, self.shards, self.disk = run, plan, shards, disk
+
+    def execute(self, context: Context) -> list[dict[str, Any]]:
+        """Skip everything downstream but the teardowns, or let it pass."""
+        plan, shards = self.plan, list(self.shards)
+        what = (
+            f"{plan['todo']:,} samples in {len(shards)} shards, {plan['todo_tokens']:,} tokens, "
+            f"{human_bytes(plan['todo_bytes'])} ({plan['todo_bytes']:,} bytes)"
+        )
+        if not shards:
+            self.log.info("Nothing to do: all %d samples of %s are published.", plan["done"], plan["dataset_id"])
+        elif self.run["dry_run"]:
+            self.log.info("Dry run: would extract %s into %s. %s", what, plan["dataset_dir"], self.disk["text"])
+        else:
+            self.log.info("To do: %s", what)
+            return shards
+        rest = [t for t in context["task"].get_flat_relatives(upstream=False) if not t.is_teardown]
+        self.skip(ti=context["ti"], tasks=rest)
+        return []

@@ -1,0 +1,280 @@
+"""Profiles: one YAML file a host and model, read strictly.
+
+``${VAR}`` and ``${VAR:-default}`` are taken from the environment. Every problem of a file is reported at
+once, each with the field, the value and the fix.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import ErrorDetails
+
+from hsx_operators import INCLUDE
+from hsx_operators.errors import ProfileError
+
+#: Formats of a data set that ``extract`` writes (docs/formats.md tells each to the byte).
+FORMATS = ("speculators_v1",)
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+Positive = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Absolute = Annotated[str, Field(pattern=r"^/[^\x00\n]*$")]
+FlagValue = bool | int | float | str | list[str] | None
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Host(_Model):
+    """Where the host is, and where hsx lives on it."""
+
+    ssh_conn_id: str = Field(min_length=1)
+    python: Absolute
+    home: Absolute
+    output_root: Absolute
+    old_state_roots: list[Absolute] = []
+
+
+class Model(_Model):
+    """The target model: a folder on the host."""
+
+    path: Absolute
+    revision: str = ""
+
+
+class Production(_Model):
+    """How production is launched; it is given back exactly so."""
+
+    manager: Literal["process"] = "process"
+    host: str = "127.0.0.1"
+    port: Port
+    args: list[str] = []
+    env: dict[str, str] = {}
+    start_timeout_s: Seconds = 1800
+    stop_grace_s: Seconds = 60
+    soak_requests: Natural = 8
+
+
+class Extraction(_Model):
+    """What differs from production: ``flags`` (true adds, a value replaces, null removes), ``env`` (null removes)."""
+
+    flags: dict[str, FlagValue] = {}
+    env: dict[str, str | None] = {}
+    port: Port | None = None
+    start_timeout_s: Seconds | None = None
+
+
+class Capture(_Model):
+    """Layers (k = what enters block k, from 0) and formats; the final hidden state is always captured."""
+
+    layers: list[Natural] = Field(min_length=1)
+    formats: list[Literal["speculators_v1"]] = Field(min_length=1)
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    writers: Positive = 4
+    ring_bytes: Positive = 1 << 30
+
+    @field_validator("layers")
+    @classmethod
+    def _ascending(cls, layers: list[int]) -> list[int]:
+        if layers != sorted(set(layers)):
+            raise ValueError("layers must ascend, each once")
+        return layers
+
+
+class Data(_Model):
+    """The data set and how it is cut."""
+
+    path: Absolute
+    name: str = Field("", pattern=r"^[A-Za-z0-9._-]*$")
+    shard_size: Positive
+    max_rejects: Natural = 0
+    concurrency: Positive = 16
+    tries: Positive = 3
+    request_timeout_s: Seconds = 600
+    proof_samples: Natural = 8
+
+
+class Load(_Model):
+    """One load of ``sglang.bench_serving``."""
+
+    prompts: Positive
+    input_tokens: Positive
+    output_tokens: Positive
+    concurrency: Positive
+
+
+class Benchmark(_Model):
+    """``tolerance``: how far restored production may lie below the baseline (0.05 = 5 %)."""
+
+    enabled: bool = True
+    tolerance: float = Field(0.05, ge=0, lt=1)
+    loads: dict[str, Load] = {}
+
+
+class Cleanup(_Model):
+    """What may be deleted when the space is short."""
+
+    policy: Literal["never", "ask", "auto"] = "never"
+    reserve_bytes: Natural = 10 * (1 << 30)
+
+
+class Tasks(_Model):
+    """What Airflow does about failures, and how long the host waits for a silent Airflow."""
+
+    shard_retries: Annotated[int, Field(ge=0, le=5)] = 2
+    lease_ttl_s: Annotated[float, Field(ge=30)] = 900
+
+
+class Profile(_Model):
+    """One host, one model, one way to extract."""
+
+    host: Host
+    model: Model
+    production: Production
+    extraction: Extraction = Extraction()
+    capture: Capture
+    data: Data
+    benchmark: Benchmark = Benchmark(enabled=False)
+    cleanup: Cleanup = Cleanup()
+    tasks: Tasks = Tasks()
+
+
+# ------------------------------------------------------------------------------ files and variables
+
+
+def profile_folders() -> list[Path]:
+    """``$HSX_PROFILES`` first (its profiles win), then the shipped ones."""
+    own = os.environ.get("HSX_PROFILES", "")
+    return [*([Path(own)] if own else []), INCLUDE / "profiles"]
+
+
+def list_profiles() -> list[str]:
+    """Names of all profiles that exist, a person's own first."""
+    names = [f.stem for folder in profile_folders() for f in sorted(folder.glob("*.yaml"))]
+    return list(dict.fromkeys(names))
+
+
+def profile_file(name: str) -> Path:
+    """The file of a profile; ProfileError that lists the known names where there is none."""
+    if re.fullmatch(r"[A-Za-z0-9._-]+", name):
+        for folder in profile_folders():
+            if (folder / f"{name}.yaml").is_file():
+                return folder / f"{name}.yaml"
+    known = ", ".join(list_profiles()) or "none"
+    raise ProfileError("profile", [f"profile = {name!r}: there is no such profile (known: {known})"])
+
+
+def default_profile() -> str:
+    """``$HSX_PROFILE``, else the first whose variables are all set: a person's own, the demo, then the others."""
+    names = list_profiles()
+    if (chosen := os.environ.get("HSX_PROFILE", "")) in names:
+        return chosen
+    shipped = {f.stem for f in (INCLUDE / "profiles").glob("*.yaml")}
+    for name in sorted(names, key=lambda n: (n in shipped, n != "demo")):
+        text = profile_file(name).read_text(encoding="utf-8")
+        needed = {m[1] for m in _VARIABLE.finditer(text) if m[2] is None}
+        if needed <= set(os.environ):
+            return name
+    return names[0]
+
+
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+
+
+def _expand(value: Any, where: str, undefined: dict[str, list[str]]) -> Any:
+    if isinstance(value, dict):
+        return {k: _expand(v, f"{where}.{k}" if where else str(k), undefined) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_expand(v, f"{where}[{i}]", undefined) for i, v in enumerate(value)]
+    if not isinstance(value, str):
+        return value
+
+    def replace(m: re.Match[str]) -> str:
+        found = os.environ.get(m[1])
+        if found:
+            return found
+        if m[2] is not None:
+            return m[2]
+        undefined.setdefault(where, []).append(m[1])
+        return m[0]
+
+    return _VARIABLE.sub(replace, value)
+
+
+def load_profile(name: str) -> Profile:
+    """Read, expand and validate a profile; ProfileError names everything that is wrong with it."""
+    file = profile_file(name)
+    try:
+        body = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise ProfileError(f"profile {name} ({file})", [f"not YAML: {' '.join(str(e).split())}"]) from None
+    return parse_profile(body, f"profile {name} ({file})")
+
+
+def parse_profile(body: Any, source: str) -> Profile:
+    """Like ``load_profile``, from a parsed YAML document; ``source`` heads the error."""
+    if not isinstance(body, dict):
+        raise ProfileError(source, [f"expected a mapping with host, model, production ..., got {type(body).__name__}"])
+    undefined: dict[str, list[str]] = {}
+    body = _expand(body, "", undefined)
+    problems = [
+        f"{where} = '${{{variable}}}': the environment variable {variable} is not set (export {variable}=... "
+        f"where Airflow's workers see it, or write the value, or a default as ${{{variable}:-value}})"
+        for where, variables in undefined.items()
+        for variable in variables
+    ]
+    try:
+        profile = Profile.model_validate(body)
+    except ValidationError as e:
+        problems += [_problem(d) for d in e.errors() if _path(d["loc"]) not in undefined]
+    if problems:
+        raise ProfileError(source, problems)
+    return profile
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in loc).lstrip(".")
+
+
+def _problem(d: ErrorDetails) -> str:
+    """One pydantic error as ``field = value: what is wrong (fix)``."""
+    path, kind, value = _path(d["loc"]), d["type"], d["input"]
+    if kind == "missing":
+        return f"{path}: is missing (add it)"
+    if kind == "extra_forbidden":
+        near = difflib.get_close_matches(str(d["loc"][-1]), _known_fields(d["loc"][:-1]), n=1)
+        return f"{path} = {value!r}: is not a setting (" + (f"did you mean {near[0]}?" if near else "remove it") + ")"
+    message = d["msg"].removeprefix("Value error, ")
+    fix = f"give {_hint(d)}" if _hint(d) else "change it"
+    if kind == "string_pattern_mismatch" and d.get("ctx", {}).get("pattern", "").startswith("^/"):
+        message, fix = "is not an absolute path", "give a path that starts with /, as it is on the host"
+    return f"{path} = {value!r}: {message[:1].lower()}{message[1:]} ({fix})"
+
+
+def _hint(d: ErrorDetails) -> str:
+    ctx = d.get("ctx", {})
+    parts = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+    bounds = [f"{text} {ctx[key]}" for key, text in parts.items() if key in ctx]
+    if bounds:
+        return "a number of " + " and ".join(bounds)
+    if "expected" in ctx:
+        return str(ctx["expected"])
+    kinds = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "a text (quote it)"}
+    return next((text for key, text in kinds.items() if d["type"].startswith(key)), "")
+
+
+def _known_fields(loc: tuple[int | str, ...]) -> list[str]:
+    model: Any = Profile
+    for part in loc:
+        field = getattr(model, "model_fields", {}).get(part)
+        model = field.annotation if field else None
+    return list(getattr(model, "model_fields", {}))

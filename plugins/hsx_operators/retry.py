@@ -1,0 +1,68 @@
+"""Which failures are tried again, and after how long: one policy maps hsx's errors."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from airflow.sdk import ExceptionRetryPolicy, RetryAction, RetryRule
+from airflow.sdk.definitions.retry_policy import RetryDecision
+
+from hsx_operators import errors as e
+
+if TYPE_CHECKING:
+    from airflow.sdk.definitions.context import Context
+
+NEVER: list[type[BaseException] | str] = [
+    e.ConfigError,
+    e.HostBadInput,
+    e.HostRefused,
+    e.HostKeyMismatch,
+    e.HostLoginRefused,
+    e.WrongHostPython,
+    e.HostGarbage,
+]
+
+
+class HostRetryPolicy(ExceptionRetryPolicy):
+    """Bad input, refusals and wrong keys fail at once; a busy host and SSH trouble are waited for.
+
+    An error may carry ``allowed_retries`` (the profile's ``tasks.shard_retries``, which nobody knows when the
+    DAG is parsed): beyond it the task fails although ``retries`` would allow more. A clear starts the count again.
+
+    :param again: delay after exit 75 (the host is held, a server died).
+    :param unreachable: delay after an SSH failure.
+    """
+
+    def __init__(
+        self, again: timedelta = timedelta(seconds=60), unreachable: timedelta = timedelta(seconds=30)
+    ) -> None:
+        retry = RetryAction.RETRY
+        super().__init__(
+            rules=[
+                RetryRule(exception=NEVER, action=RetryAction.FAIL, reason="a retry can't help"),
+                RetryRule(exception=e.HostTryAgain, action=retry, retry_delay=again, reason="the host says: later"),
+                RetryRule(exception=e.HostUnreachable, action=retry, retry_delay=unreachable, reason="no SSH"),
+                RetryRule(exception=e.RemoteJobDied, action=retry, retry_delay=unreachable, reason="the job died"),
+            ]
+        )
+
+    def evaluate(
+        self, exception: BaseException, try_number: int, max_tries: int, context: Context | None = None
+    ) -> RetryDecision:
+        allowed = getattr(exception, "allowed_retries", None)
+        if allowed is not None and context is not None:
+            # ``max_tries`` grows with every clear, so what is left of it tells the retries of this round.
+            retries = int(context["task"].retries or 0)
+            used = retries - (max_tries - try_number) - 1
+            if used >= allowed:
+                return RetryDecision.fail(reason=f"the profile allows {allowed} retries of a shard")
+        return super().evaluate(exception, try_number, max_tries, context)
+
+
+#: Steps in front of and around the borrowed host.
+HOST_RETRIES = HostRetryPolicy()
+#: Giving the host back: soon, and often.
+RESTORE_RETRIES = HostRetryPolicy(again=timedelta(seconds=15), unreachable=timedelta(seconds=15))
+#: Another run may hold the host for hours.
+ACQUIRE_RETRIES = HostRetryPolicy(again=timedelta(minutes=5))

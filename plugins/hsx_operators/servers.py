@@ -1,0 +1,158 @@
+"""Borrowing the host and giving it back: lease, servers, patch, benchmark."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hsx_host import contract as c
+from hsx_operators.base import HostVerbOperator
+from hsx_operators.errors import HostRefused
+from hsx_operators.hook import hook_of
+from hsx_operators.retry import ACQUIRE_RETRIES, RESTORE_RETRIES, HostRetryPolicy
+
+if TYPE_CHECKING:
+    from airflow.sdk.definitions.context import Context
+
+
+class AcquireHostOperator(HostVerbOperator):
+    """Takes the lease on the host for this run; from here on every poll renews it.
+
+    Where another run holds it, the task waits and tries again; the message names the holder.
+    """
+
+    result_type = c.Lease
+    detached = False
+    default_retries: ClassVar[int] = 12
+    default_policy: ClassVar[HostRetryPolicy] = ACQUIRE_RETRIES
+
+    def verb(self, context: Context) -> list[str]:
+        """``acquire``."""
+        return ["acquire"]
+
+
+class ServeOperator(HostVerbOperator):
+    """Brings the host to one mode; nothing happens where it is already there."""
+
+    result_type = c.ServerFacts
+    mode: ClassVar[str]
+
+    def verb(self, context: Context) -> list[str]:
+        """``serve MODE``."""
+        return ["serve", self.mode]
+
+    def result(self, document: c.ServerFacts, host: dict[str, Any], context: Context) -> Any:
+        """Tell what runs now."""
+        changed = "now" if document.changed else "already"
+        pid = f", pid {document.pid}, port {document.port}, ready after {document.ready_s:.0f} s" if document.pid else ""
+        self.log.info("the host is %s in mode %s%s", changed, document.mode, pid)
+        return c.to_dict(document)
+
+
+class StopServerOperator(ServeOperator):
+    """Stops production by its process group, and proves it: port closed, no process left, device memory free."""
+
+    mode = "stopped"
+
+
+class StartServerOperator(ServeOperator):
+    """Starts the extraction server with the capture plugin, waits for a real token, and proves the plugin's seams."""
+
+    mode = "extraction"
+
+    def result(self, document: c.ServerFacts, host: dict[str, Any], context: Context) -> Any:
+        """``patch verify`` again, now against the live server."""
+        with hook_of(host) as hook:
+            report = hook.run_verb(
+                c.PatchReport, ["patch", "verify"], spec_path=host["spec_path"], timeout_s=self.inline_timeout_s
+            )
+        for seam, where in report.seams.items():
+            self.log.info("seam %s: %s", seam, where)
+        return {**super().result(document, host, context), "seams": report.seams}
+
+
+class ApplyPatchOperator(HostVerbOperator):
+    """Puts the capture plugin's folder in place and proves that the installed SGLang is as its package made it."""
+
+    result_type = c.PatchReport
+    detached = False
+
+    def verb(self, context: Context) -> list[str]:
+        """``patch apply``."""
+        return ["patch", "apply"]
+
+    def result(self, document: c.PatchReport, host: dict[str, Any], context: Context) -> Any:
+        """``patch verify`` follows; a file that differs ends the run before a server is started."""
+        with hook_of(host) as hook:
+            report = hook.run_verb(
+                c.PatchReport, ["patch", "verify"], spec_path=host["spec_path"], timeout_s=self.inline_timeout_s
+            )
+        return c.to_dict(pristine(report))
+
+
+class BenchmarkOperator(HostVerbOperator):
+    """``sglang.bench_serving`` against production: single stream and high concurrency.
+
+    :param phase: ``before`` keeps the baseline with the run, ``after`` compares with it.
+    """
+
+    template_fields = ("phase",)
+    result_type = c.BenchmarkResult
+
+    def __init__(self, *, phase: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.phase = phase
+
+    def execute(self, context: Context) -> Any:
+        """Nothing where the run has its benchmark switched off."""
+        if not self.host_of(context)["benchmark"]:
+            self.log.info("The benchmark is switched off for this run.")
+            return None
+        return self.run_verb(context)
+
+    def verb(self, context: Context) -> list[str]:
+        """``benchmark`` before or after."""
+        return ["benchmark", self.phase]
+
+    def result(self, document: c.BenchmarkResult, host: dict[str, Any], context: Context) -> Any:
+        """Tell the figures; a production that is slower than the profile tolerates is told loudly, not failed:
+        the data is good, and the host is given back."""
+        say = self.log.info if document.within_tolerance else self.log.warning
+        say("%s", document.text)
+        return c.to_dict(document)
+
+
+class RestoreProductionOperator(HostVerbOperator):
+    """Gives the host back: production as the profile starts it, the plugin's folder away, SGLang proved pristine, the lease released.
+
+    Make it the teardown of the tasks that took the host.
+    """
+
+    result_type = c.ServerFacts
+    default_retries: ClassVar[int] = 6
+    default_policy: ClassVar[HostRetryPolicy] = RESTORE_RETRIES
+
+    def verb(self, context: Context) -> list[str]:
+        """``serve production``."""
+        return ["serve", "production"]
+
+    def result(self, document: c.ServerFacts, host: dict[str, Any], context: Context) -> Any:
+        """``patch revert``, ``patch verify`` and ``release``, in this order."""
+        spec, timeout = host["spec_path"], self.inline_timeout_s
+        with hook_of(host) as hook:
+            hook.run_verb(c.PatchReport, ["patch", "revert"], spec_path=spec, timeout_s=timeout)
+            report = hook.run_verb(c.PatchReport, ["patch", "verify"], spec_path=spec, timeout_s=timeout)
+            hook.run_verb(c.Lease, ["release"], spec_path=spec)
+        pristine(report)
+        self.log.info("production is up: pid %d, port %d; SGLang %s as installed", document.pid, document.port, report.sglang)
+        return {**c.to_dict(document), "pristine": report.pristine, "files_checked": report.files_checked}
+
+
+def pristine(report: c.PatchReport) -> c.PatchReport:
+    """Refuse to go on with an SGLang whose files aren't its package's."""
+    if not report.pristine:
+        raise HostRefused(
+            "patch",
+            c.ErrorDoc("refused", "files of the installed SGLang differ from its package", "sglang", report.sglang,
+                       "install it anew on the host"),
+        )
+    return report

@@ -1,0 +1,105 @@
+"""The last word of a run: red where anything of it failed, and how production stands compared with before."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from airflow.sdk import BaseOperator
+
+from hsx_operators.answers import human_bytes
+from hsx_operators.errors import HsxOperatorError
+
+if TYPE_CHECKING:
+    from airflow.sdk.definitions.context import Context
+
+
+class RunFailed(HsxOperatorError):
+    """A task of the run failed; the message says which, and how production stands."""
+
+
+class VerdictOperator(BaseOperator):
+    """Raises where any task of the run failed, so that a green teardown can't hide it.
+
+    Make it the last teardown: ``VerdictOperator(...).as_teardown(on_failure_fail_dagrun=True)``.
+
+    :param gate_task_id: the task that may skip the rest on purpose (nothing to do, dry run).
+    :param approval_task_id: the task that may skip the rest by a person's rejection.
+    """
+
+    ui_color = "#f5dddd"
+
+    def __init__(
+        self, *, gate_task_id: str = "gate", approval_task_id: str = "approve_cleanup", plan_task_id: str = "plan",
+        **kwargs: Any,
+    ) -> None:
+        kwargs.setdefault("retries", 1)
+        super().__init__(**kwargs)
+        self.gate_task_id, self.approval_task_id, self.plan_task_id = gate_task_id, approval_task_id, plan_task_id
+
+    def execute(self, context: Context) -> dict[str, Any]:
+        """Judge the states of all other tasks of this run; return the summary, or raise with it."""
+        ti = context["ti"]
+        states: dict[str, str | None] = ti.get_task_states(dag_id=ti.dag_id, run_ids=[ti.run_id]).get(ti.run_id, {})
+        meant = self._skipped_on_purpose(ti)
+        bad = judge({name: state for name, state in states.items() if name != self.task_id}, meant)
+        lines = self._summary(ti, meant)
+        for line in lines:
+            self.log.info("%s", line)
+        if bad:
+            raise RunFailed("\n".join([*bad, *lines]))
+        self.log.info("The run is good.")
+        return {"verdict": "good", "summary": lines}
+
+    def _skipped_on_purpose(self, ti: Any) -> str:
+        shards = ti.xcom_pull(task_ids=self.gate_task_id)
+        if shards == []:
+            return "The gate ended the run: a dry run, or nothing to do."
+        answer = ti.xcom_pull(task_ids=self.approval_task_id)
+        if isinstance(answer, dict) and answer.get("chosen_options") == ["Reject"]:
+            return "The cleanup of old states was rejected (or nobody answered), so nothing was extracted."
+        return ""
+
+    def _summary(self, ti: Any, meant: str) -> list[str]:
+        lines = [meant] if meant else []
+        if plan := ti.xcom_pull(task_ids=self.plan_task_id, key="plan"):
+            lines.append(
+                f"Plan: {plan['todo']:,} samples, {plan['todo_tokens']:,} tokens, {human_bytes(plan['todo_bytes'])} "
+                f"to do; {plan['done']:,} were done; {plan['rejected']:,} rejected; {plan['dataset_dir']}"
+            )
+        if done := ti.xcom_pull(task_ids="verify"):
+            lines.append(
+                f"Data set: {done['samples']:,} samples, {done['tokens']:,} tokens, {human_bytes(done['bytes'])}; "
+                f"{done['failed']} failed, {done['proved']} proved by their next token"
+            )
+        if restored := ti.xcom_pull(task_ids="restore"):
+            lines.append(
+                f"Production is up again on port {restored['port']} (pid {restored['pid']}), "
+                + ("SGLang as installed" if restored["pristine"] else "BUT SGLang's files differ from its package")
+            )
+        if after := ti.xcom_pull(task_ids="benchmark_after"):
+            lines.append(f"Production against the baseline: {after['text']}")
+        return lines
+
+
+def judge(states: dict[str, str | None], skipped_on_purpose: str) -> list[str]:
+    """One line a problem: failed tasks first, then what they kept from running, then skips that nobody wanted.
+
+    :param states: state by task id (mapped tasks with their index), the verdict itself left out.
+    :param skipped_on_purpose: why the rest was skipped, or "" where nothing should have been.
+    """
+    by: dict[str, list[str]] = {}
+    for name, state in sorted(states.items(), key=lambda item: _natural(item[0])):
+        by.setdefault(str(state), []).append(name)
+    lines = []
+    if failed := by.get("failed"):
+        lines.append(f"Failed: {', '.join(failed)}")
+    if blocked := by.get("upstream_failed"):
+        lines.append(f"Did not run because of that: {', '.join(blocked)}")
+    if not skipped_on_purpose and (skipped := by.get("skipped")):
+        lines.append(f"Skipped by hand: {', '.join(skipped)}")
+    return lines
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(p), "") if p.isdigit() else (-1, p) for p in re.split(r"(\d+)", name)]

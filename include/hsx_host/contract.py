@@ -369,3 +369,20 @@ class JobStatus:
     log: str
     offset: int
     document: str
+
+
+@dataclass(frozen=True)
+class StatusResult:
+    """How the host stands. ``mode``: production, extraction, stopped, or unknown where hsx has touched nothing yet.
+
+    ``phase``: starting or running, empty without a server. ``healthy`` is asked for (``--health``): a real token came;
+    ``problem`` says why not. ``lease`` may have lapsed: see ``expires``. ``journal``: the last transitions, JSON lines.
+    """
+
+    mode: str
+    phase: str
+    pid: int
+    healthy: bool
+    problem: str
+    lease: Lease | None
+    journal: list[str]

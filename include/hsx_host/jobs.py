@@ -96,13 +96,22 @@ def kill(spec: RunSpec, job_id: str, grace_s: float) -> JobStatus:
     return poll(spec, job_id, 0)
 
 
-def detach(argv: list[str], *, stdout: Path, stderr: Path, cwd: Path) -> None:
-    """Run a command in a session of its own that no longer belongs to this process (used for the guard)."""
-    with stdout.open("ab") as out, stderr.open("ab") as err:
-        code = "import os,sys\nif os.fork(): os._exit(0)\nos.setsid()\nos.execv(sys.argv[1], sys.argv[1:])"
-        subprocess.run(
-            [sys.executable, "-c", code, *argv], stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=cwd, check=True
+def detach(argv: list[str], *, log: Path, cwd: Path) -> int:
+    """Run a command in a session of its own that no longer belongs to this process; gives its pid."""
+    code = (
+        "import os,sys\npid=os.fork()\nif pid: print(pid); sys.stdout.flush(); os._exit(0)\nos.setsid()\n"
+        "os.dup2(2, 1)\nos.execv(sys.argv[1], sys.argv[1:])"
+    )
+    with log.open("ab") as err:
+        started = subprocess.run(
+            [sys.executable, "-ISc", code, *argv],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=err,
+            cwd=cwd,
+            check=True,
         )
+    return int(started.stdout)
 
 
 def _launch(spec: RunSpec, job_id: str, where: Path, command: list[str]) -> None:

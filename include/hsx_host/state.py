@@ -25,8 +25,8 @@ class ServerState:
     """``state/server.json``: the server that hsx started or took over. Private to the host program.
 
     ``phase``: starting, running or stopped. ``tree`` holds [pid, start] of every process that was tied to the server
-    when it was last looked at, so that processes reparented after a crash are still known as its own. ``shm`` holds
-    the /dev/shm segments that only this server had open then.
+    when it was last looked at, so that processes reparented after a crash are still known as its own. ``shm`` maps
+    the /dev/shm files that only this server had open then to their inodes.
     """
 
     mode: str
@@ -44,7 +44,7 @@ class ServerState:
     since: float
     ready_s: float
     tree: list[list[int]] = field(default_factory=list)
-    shm: list[str] = field(default_factory=list)
+    shm: dict[str, int] = field(default_factory=dict)
 
 
 def home(spec: RunSpec) -> Path:
@@ -65,7 +65,7 @@ def run_dir(spec: RunSpec) -> Path:
 
 
 def run_key(run_id: str) -> str:
-    """A run id as a folder name: readable, and still unique where characters had to go (Airflow's hold ``:`` and ``+``)."""
+    """A run id as a folder name: readable, and unique where characters had to go (Airflow's hold ``:`` and ``+``)."""
     digest = hashlib.sha256(run_id.encode()).hexdigest()[:8]
     return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', run_id)[:80].strip('.-')}-{digest}"
 
@@ -86,9 +86,9 @@ def write_text(path: Path, text: str, mode: int = 0o644) -> None:
         os.close(parent)
 
 
-def write_document(path: Path, document: Any) -> None:
+def write_document(path: Path, document: Any, mode: int = 0o644) -> None:
     """A dataclass as a JSON file, atomically."""
-    write_text(path, encode(document) + "\n")
+    write_text(path, encode(document) + "\n", mode)
 
 
 def read_document(cls: type[T], path: Path) -> T | None:

@@ -1,0 +1,159 @@
+"""What it does
+  Measures the production server with `sglang.bench_serving` under each load of the profile (random ids of fixed lengths)
+  and keeps the result with the run. --label after compares with --label before: the ratio of output tokens a second by
+  load. Below the profile's tolerance the result says so; it is not an error.
+Result: BenchmarkResult.
+Example
+  python -m hsx_host benchmark --label before --spec S
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from hsx_host import adopt, health, servers, state
+from hsx_host.contract import BenchmarkLoad, BenchmarkResult, LoadFigures, RunSpec
+from hsx_host.errors import BadInput, TryAgain
+from hsx_host.progress import Progress, log
+
+HELP = "measure production, before and after"
+_TIMEOUT_S = 3600.0
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--label", required=True, choices=["before", "after"])
+
+
+def run(spec: RunSpec, args: Namespace) -> BenchmarkResult:
+    baseline = state.read_document(BenchmarkResult, _path(spec, "before")) if args.label == "after" else None
+    if spec.benchmark.enabled:
+        why = health.problem(spec.production)
+        if why:
+            raise TryAgain(
+                f"production does not serve: {why}",
+                field="production",
+                value=servers.url(spec.production),
+                fix="serve production first",
+            )
+    figures = measure(spec) if spec.benchmark.enabled else {}
+    result = compare(args.label, figures, baseline, spec.benchmark.tolerance)
+    state.write_document(_path(spec, args.label), result)
+    log(result.text)
+    return result
+
+
+def measure(spec: RunSpec) -> dict[str, LoadFigures]:
+    """Every load, one after the other."""
+    figures, progress = {}, Progress("benchmark", len(spec.benchmark.loads))
+    env = servers.environment(adopt.base(spec).env, spec.production) | {"HF_HUB_OFFLINE": "1"}
+    for done, (name, load) in enumerate(spec.benchmark.loads.items()):
+        progress.update(done)
+        with tempfile.TemporaryDirectory(dir=state.run_dir(spec)) as scratch:
+            output = Path(scratch) / "figures.jsonl"
+            _bench(command(spec, load, output), env, scratch, name)
+            figures[name] = parse(output.read_text() if output.exists() else "", name, load)
+    progress.update(len(spec.benchmark.loads))
+    return figures
+
+
+def command(spec: RunSpec, load: BenchmarkLoad, output: Path) -> list[str]:
+    """The command line of ``sglang.bench_serving`` for one load."""
+    host = spec.production.host if spec.production.host not in ("0.0.0.0", "::") else "127.0.0.1"
+    pairs = {
+        "--backend": "sglang",
+        "--host": host,
+        "--port": str(spec.production.port),
+        "--model": spec.model.path,
+        "--dataset-name": "random-ids",
+        "--num-prompts": str(load.prompts),
+        "--random-input-len": str(load.input_tokens),
+        "--random-output-len": str(load.output_tokens),
+        "--random-range-ratio": "1.0",
+        "--max-concurrency": str(load.concurrency),
+        "--output-file": str(output),
+    }
+    words = [word for pair in pairs.items() for word in pair]
+    return [spec.host.python, "-m", "sglang.bench_serving", *words, "--tokenize-prompt", "--disable-tqdm"]
+
+
+def parse(text: str, name: str, load: BenchmarkLoad) -> LoadFigures:
+    """The figures in bench_serving's output file (JSON lines, the last one counts). TryAgain where requests failed."""
+    lines = text.strip().splitlines()
+    if not lines:
+        raise TryAgain(f"bench_serving measured nothing under load {name}", field=f"benchmark.loads.{name}")
+    body = json.loads(lines[-1])
+    figures = LoadFigures(
+        output_tok_s=float(body["output_throughput"]),
+        total_tok_s=float(body["total_throughput"]),
+        ttft_ms=float(body["mean_ttft_ms"]),
+        tpot_ms=float(body["mean_tpot_ms"]),
+        completed=int(body["completed"]),
+        seconds=float(body["duration"]),
+    )
+    if figures.completed < load.prompts:
+        raise TryAgain(
+            f"production answered {figures.completed} of {load.prompts} requests of load {name}",
+            field=f"benchmark.loads.{name}",
+            value=figures.completed,
+            fix="read the server's log",
+        )
+    return figures
+
+
+def compare(
+    label: str, loads: dict[str, LoadFigures], baseline: BenchmarkResult | None, tolerance: float
+) -> BenchmarkResult:
+    """The result, with what it says about the baseline. ``tolerance`` 0.05: 0.95 of the baseline is still as before."""
+    ratios: dict[str, float] = {}
+    lines = []
+    for name, now in loads.items():
+        then = baseline.loads.get(name) if baseline else None
+        text = f"{name}: {now.output_tok_s:.1f} tok/s"
+        if then is not None and then.output_tok_s > 0:
+            ratios[name] = now.output_tok_s / then.output_tok_s
+            text += f", {ratios[name]:.2f} of the baseline {then.output_tok_s:.1f}"
+        elif label == "after":
+            text += ", no baseline to compare with"
+        lines.append(text)
+    slow = [name for name, ratio in ratios.items() if ratio < 1 - tolerance]
+    if slow:
+        lines.append(f"slower than {1 - tolerance:.2f} of the baseline: {', '.join(slow)}")
+    return BenchmarkResult(
+        when=label,
+        loads=loads,
+        ratios={name: round(ratio, 4) for name, ratio in ratios.items()},
+        within_tolerance=not slow,
+        text="; ".join(lines) or "the benchmark is switched off",
+    )
+
+
+def _bench(argv: list[str], env: dict[str, str], cwd: str, name: str) -> None:
+    log(f"benchmark {name}: {' '.join(argv[1:])}")
+    try:
+        done = subprocess.run(
+            argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, errors="replace", timeout=_TIMEOUT_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise TryAgain(
+            f"load {name} did not end within {_TIMEOUT_S:.0f} s", field=f"benchmark.loads.{name}", fix="make it smaller"
+        ) from None
+    except FileNotFoundError:
+        raise BadInput("no such Python", field="host.python", value=argv[0], fix="name SGLang's Python") from None
+    sys.stderr.write(done.stdout[-4000:])
+    if done.returncode != 0:
+        tail = " | ".join(done.stdout.strip().splitlines()[-3:])
+        raise TryAgain(
+            f"bench_serving ended with {done.returncode} under load {name}: {tail[:600]}",
+            field=f"benchmark.loads.{name}",
+            fix="read the log of this step",
+        )
+
+
+def _path(spec: RunSpec, label: str) -> Path:
+    return state.run_dir(spec) / f"benchmark-{label}.json"

@@ -1,0 +1,187 @@
+"""Borrowing the host and giving it back: who does it, and when nobody else would.
+
+The setups and the ``restore`` teardown of a run do it for all its steps. A step that finds production running although
+it needs the extraction server (a shard cleared by itself) borrows the host itself and gives it back at its end; of
+several such steps at once, the last one does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hsx_host import jobs, lease, patch, procid, serve, state
+from hsx_host.contract import Lease, RunSpec, ServerFacts, encode
+from hsx_host.errors import HsxError
+from hsx_host.procid import ProcId
+from hsx_host.progress import log
+
+
+@dataclass(frozen=True)
+class Borrowers:
+    """``state/borrowers.json``: [pid, start] of the steps that borrowed the host themselves. No file: nobody did."""
+
+    run_id: str
+    steps: list[list[int]]
+
+
+@dataclass(frozen=True)
+class GuardRecord:
+    """``state/guard.json``: the guard of the lease granted at ``since``."""
+
+    run_id: str
+    since: float
+    pid: int
+    start: int
+    boot_id: str
+
+
+def acquire(spec: RunSpec, *, by_step: bool) -> Lease:
+    """Take the lease for the spec's run and see to it that its guard lives.
+
+    :param by_step: a step borrows the host for itself; otherwise the run's setup does, and its teardown gives it back.
+    """
+    granted = lease.acquire(spec)
+    if not by_step:
+        _borrowers_path(spec).unlink(missing_ok=True)
+    _start_guard(spec, granted)
+    return granted
+
+
+@contextmanager
+def extraction_server(spec: RunSpec) -> Iterator[ServerFacts]:
+    """The extraction server, for as long as the block lasts.
+
+    Where this run's setups brought the host to extraction, the server is ensured and left to the teardown. Otherwise the
+    step borrows the host, and at the end brings production back and releases the lease, on errors too. A step that is
+    stopped by a signal lets the lease lapse instead: the guard gives the host back, and the step ends at once.
+    """
+    if not _enter(spec):
+        with _own_heartbeat(spec):
+            yield serve.ensure(spec, "extraction")
+        return
+    log("this step borrows the host itself and gives it back at its end")
+    try:
+        with _own_heartbeat(spec):
+            yield serve.ensure(spec, "extraction")
+    except KeyboardInterrupt:
+        if _leave(spec):
+            lease.expire(spec)
+            log("stopped by a signal: the guard gives the host back")
+        raise
+    except BaseException:
+        if _leave(spec):
+            try:
+                give_back(spec)
+            except HsxError as e:  # the step's own error is the one to see; the guard goes on trying
+                log(f"giving the host back failed: {e}; the guard tries again")
+                lease.expire(spec)
+        raise
+    if _leave(spec):
+        give_back(spec)
+
+
+def give_back(spec: RunSpec, grant: Lease | None = None) -> ServerFacts:
+    """Production up, plugin reverted, lease released (of ``grant`` only, where one is named)."""
+    facts = serve.ensure(spec, "production")
+    with state.transition(spec, wait_s=spec.production.start_timeout_s):
+        current = state.read_server(spec)
+        if current is not None and current.mode == "production":  # a new run may be at work already
+            patch.revert(spec)
+    lease.release(spec, grant)
+    return facts
+
+
+def _enter(spec: RunSpec) -> bool:
+    """Whether this step borrows the host itself. It does where setups did not: no extraction mode under our lease."""
+    with state.transition(spec, wait_s=spec.production.start_timeout_s + spec.extraction.start_timeout_s):
+        held, server, steps = lease.read(spec), state.read_server(spec), _borrowers(spec)
+        ours = held is not None and held.run_id == spec.run_id and not lease.lapsed(held)
+        by_setup = ours and steps is None and server is not None and server.mode == "extraction"
+        if by_setup:
+            return False
+        acquire(spec, by_step=True)
+        me = procid.identify(os.getpid())
+        assert me is not None
+        others = steps.steps if steps is not None and steps.run_id == spec.run_id else []
+        _write_borrowers(spec, [*_living(others), [me.pid, me.start]])
+        return True
+
+
+def _leave(spec: RunSpec) -> bool:
+    """Take this step off the list; whether it was the last one, which gives the host back."""
+    with state.transition(spec, wait_s=spec.production.start_timeout_s + spec.extraction.start_timeout_s):
+        steps = _borrowers(spec)
+        if steps is None or steps.run_id != spec.run_id:
+            return False  # a setup or another run took the host over meanwhile
+        left = [s for s in _living(steps.steps) if s[0] != os.getpid()]
+        if left:
+            _write_borrowers(spec, left)
+            return False
+        _borrowers_path(spec).unlink(missing_ok=True)
+        return True
+
+
+@contextmanager
+def _own_heartbeat(spec: RunSpec) -> Iterator[None]:
+    """Renew the lease while the block lasts, in a verb that a person runs; in a job only polls do, so that a run whose
+    Airflow is gone lapses."""
+    if jobs.JOB_VARIABLE in os.environ:
+        yield
+        return
+    end = threading.Event()
+
+    def beat() -> None:
+        while not end.wait(max(spec.lease_ttl_s / 3, 0.05)):
+            with contextlib.suppress(HsxError, OSError):
+                lease.renew(spec)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+
+def _start_guard(spec: RunSpec, granted: Lease) -> None:
+    path = state.folder(spec, "state") / "guard.json"
+    with state.locked(state.folder(spec, "state") / "guard.lock", wait_s=30.0, what="the start of the guard"):
+        guard = state.read_document(GuardRecord, path)
+        if (
+            guard is not None
+            and (guard.run_id, guard.since, guard.boot_id) == (granted.run_id, granted.since, procid.boot_id())
+            and procid.alive(ProcId(guard.pid, guard.start))
+        ):
+            return
+        where = state.run_dir(spec)
+        spec_file = where / "guard-spec.json"
+        state.write_text(spec_file, encode(spec) + "\n")
+        argv = [sys.executable, "-m", "hsx_host", "guard", "--spec", str(spec_file), "--since", repr(granted.since)]
+        pid = jobs.detach(argv, log=where / "guard.log", cwd=state.home(spec))
+        me = procid.identify(pid)
+        if me is not None:
+            state.write_document(path, GuardRecord(granted.run_id, granted.since, me.pid, me.start, procid.boot_id()))
+
+
+def _borrowers_path(spec: RunSpec) -> Path:
+    return state.folder(spec, "state") / "borrowers.json"
+
+
+def _borrowers(spec: RunSpec) -> Borrowers | None:
+    return state.read_document(Borrowers, _borrowers_path(spec))
+
+
+def _write_borrowers(spec: RunSpec, steps: list[list[int]]) -> None:
+    state.write_document(_borrowers_path(spec), Borrowers(spec.run_id, steps))
+
+
+def _living(steps: list[list[int]]) -> list[list[int]]:
+    return [s for s in steps if procid.alive(ProcId(*s))]

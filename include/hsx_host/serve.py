@@ -1,0 +1,222 @@
+"""What it does
+  serve production   the profile's production server runs, untouched and without the capture plugin.
+  serve extraction   production is stopped, the plugin applied, the extraction server runs and has proved the plugin.
+                     Needs this run's lease.
+  serve stopped      no server of the profile runs. Needs this run's lease.
+  Nothing is done where the host is there already (same launch, healthy, a real token). A production server that hsx did
+  not start is taken over only where it is exactly the profile's; a stranger on the port is refused and never touched.
+Result: ServerFacts.
+Example
+  python -m hsx_host serve production --spec S
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from hsx_host import adopt, capture_server, health, launch, lease, patch, procid, processes, servers, state
+from hsx_host.contract import RunSpec, ServerFacts
+from hsx_host.errors import BadInput, Refused, TryAgain
+from hsx_host.procid import ProcId
+from hsx_host.progress import log
+from hsx_host.state import ServerState
+
+HELP = "bring the host to a mode: production, extraction or stopped"
+MODES = ("production", "extraction", "stopped")
+_PATIENCE_S = 60.0  # how long a server that should be healthy may be too busy to say so
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("mode", choices=MODES)
+
+
+def run(spec: RunSpec, args: Namespace) -> ServerFacts:
+    return ensure(spec, args.mode)
+
+
+def ensure(spec: RunSpec, mode: str) -> ServerFacts:
+    """Bring the host to ``mode``; ``changed`` says whether anything was done. Works from any state, crashed ones too."""
+    check_settings(spec, mode)
+    wait_s = spec.production.start_timeout_s + spec.extraction.start_timeout_s
+    with state.transition(spec, wait_s=wait_s):
+        _check_lease(spec, mode)
+        server = known(spec)
+        if mode == "stopped":
+            return _stopped(spec, server)
+        if server is not None and _matches(spec, mode, server):
+            ready = _still_ready(spec, server)
+            if ready is not None:
+                return facts(ready, changed=False)
+        return _change(spec, mode, server)
+
+
+def known(spec: RunSpec) -> ServerState | None:
+    """The recorded server where its main process lives; leftovers of one that does not live any more are removed."""
+    server = state.read_server(spec)
+    if server is None or server.phase == "stopped":
+        return None
+    if server.boot_id != procid.boot_id():
+        state.journal(spec, "the host was booted since", mode=server.mode)
+        return None
+    if procid.alive(ProcId(server.pid, server.start)):
+        return server
+    state.journal(spec, "server found dead", mode=server.mode, server_pid=server.pid)
+    launch.stop(spec, server, why="its main process is gone")
+    return None
+
+
+def extraction_spool(spec: RunSpec) -> Path:
+    """The spool of the live extraction server. TryAgain where none runs."""
+    server = state.read_server(spec)
+    if (
+        server is None
+        or (server.mode, server.phase) != ("extraction", "running")
+        or server.boot_id != procid.boot_id()
+        or not procid.alive(ProcId(server.pid, server.start))
+    ):
+        raise TryAgain("no extraction server runs", field="mode", fix="serve extraction first")
+    return Path(server.spool)
+
+
+def check_settings(spec: RunSpec, mode: str) -> None:
+    """BadInput or Refused for settings under which a mode can't be served; looks at nothing but the spec."""
+    if spec.manager != "process":
+        raise BadInput(
+            "this version starts production as a bare process only",
+            field="production.manager",
+            value=spec.manager,
+            fix="write manager: process",
+        )
+    servers.check_address(spec.production, "production")
+    if mode == "extraction":
+        servers.check_address(spec.extraction, "extraction")
+        servers.check_extraction(spec.extraction)
+
+
+def facts(server: ServerState, *, changed: bool) -> ServerFacts:
+    """The answer about a running server."""
+    return ServerFacts(
+        mode=server.mode,
+        changed=changed,
+        pid=server.pid,
+        port=server.port,
+        launch_hash=server.launch_hash,
+        ready_s=server.ready_s,
+        plugin_id=server.plugin_id,
+        log=server.log,
+    )
+
+
+def _change(spec: RunSpec, mode: str, server: ServerState | None) -> ServerFacts:
+    """Stop what runs, then start what should; in production mode a matching server on the port is taken over."""
+    if server is not None:
+        _refuse_foreign_production(spec, mode, server)
+        launch.stop(spec, server, why=f"the host goes to {mode}")
+    found = _take_over(spec)
+    if found is not None:
+        ready = _still_ready(spec, found) if mode == found.mode == "production" else None
+        if ready is not None:
+            return facts(ready, changed=server is not None)
+        launch.stop(spec, found, why=f"the host goes to {mode}")
+    port = launch.settings_of(spec, mode).port
+    _refuse_stranger(port)
+    return facts(launch.start(spec, mode), changed=True)
+
+
+def _stopped(spec: RunSpec, server: ServerState | None) -> ServerFacts:
+    up = [server] if server is not None else []
+    if server is not None:
+        _refuse_foreign_production(spec, "stopped", server)
+        launch.stop(spec, server, why="the host goes to stopped")
+    found = _take_over(spec)
+    if found is not None:
+        launch.stop(spec, found, why="the host goes to stopped")
+        up.append(found)
+    return ServerFacts("stopped", bool(up), 0, spec.production.port, "", 0.0, "", up[-1].log if up else "")
+
+
+def _take_over(spec: RunSpec) -> ServerState | None:
+    """A server of this host that no record names, on production's or the extraction server's port. Refuses strangers."""
+    for port in dict.fromkeys((spec.production.port, spec.extraction.port)):
+        found = adopt.on_port(spec, port)
+        if found is not None:
+            return launch.adopted(spec, found, port)
+    return None
+
+
+def _matches(spec: RunSpec, mode: str, server: ServerState) -> bool:
+    if (server.mode, server.launch_hash) != (mode, launch.hash_of(spec, mode)):
+        return False
+    return mode == "production" or capture_server.same_capture(spec, server, patch.source_id())
+
+
+def _still_ready(spec: RunSpec, server: ServerState) -> ServerState | None:
+    """The record of a server that serves, None where it died or does not answer. One still starting is waited for."""
+    settings = launch.settings_of(spec, server.mode)
+    try:
+        if server.phase == "starting":
+            return _finish(spec, server)
+        main = ProcId(server.pid, server.start)
+        health.wait_until_ready(
+            settings,
+            alive=lambda: procid.alive(main),
+            log_file=server.log,
+            deadline_s=min(_PATIENCE_S, settings.start_timeout_s),
+            what=server.mode,
+        )
+        return server
+    except TryAgain as e:
+        log(f"the {server.mode} server does not serve, it is started anew: {e.doc.message.splitlines()[0]}")
+        state.journal(spec, "server does not serve", mode=server.mode, server_pid=server.pid, why=e.doc.message[:300])
+        return None
+
+
+def _finish(spec: RunSpec, server: ServerState) -> ServerState:
+    """Wait for a server whose starter is gone; stopped again where it must not be used."""
+    try:
+        return launch.finish(spec, server)
+    except Refused:
+        launch.stop(spec, server, why="the start failed")
+        raise
+
+
+def _check_lease(spec: RunSpec, mode: str) -> None:
+    held = lease.read(spec)
+    live = held is not None and not lease.lapsed(held)
+    if held is not None and live and held.run_id != spec.run_id:
+        raise lease.held_by(held)
+    if mode != "production" and not live:
+        raise TryAgain(
+            f"this run holds no lease, and {mode} without one would leave nobody to give the host back",
+            field="lease",
+            value=spec.run_id,
+            fix="acquire the host first",
+        )
+
+
+def _refuse_foreign_production(spec: RunSpec, mode: str, server: ServerState) -> None:
+    """Production of another profile is not stopped for this one: its restore would bring this profile's back."""
+    if (
+        server.mode == "production"
+        and mode != "production"
+        and server.launch_hash != launch.hash_of(spec, "production")
+    ):
+        raise Refused(
+            f"the production server that runs (pid {server.pid}) was launched by another profile, or before the profile "
+            "was changed: a restore would bring something else back",
+            field="production",
+            value=server.launch_hash,
+            fix="make it the profile's: serve production",
+        )
+
+
+def _refuse_stranger(port: int) -> None:
+    pids = processes.listeners(port)
+    if pids:
+        raise Refused(
+            f"port {port} is held by a stranger: " + "; ".join(processes.describe(p) for p in pids),
+            field="port",
+            value=port,
+            fix="hsx does not touch it: end it, or give the server another port",
+        )

@@ -45,7 +45,9 @@ def failure(verb: str, rc: int, stdout: str, stderr: str, python: str) -> HostEr
     if rc in (126, 127):
         return WrongHostPython(
             f"can't be run on the host (exit {rc}): {tail or 'no such file'}",
-            field="host.python", value=python, fix="set it to the Python that runs SGLang there",
+            field="host.python",
+            value=python,
+            fix="set it to the Python that runs SGLang there",
         )
     if "No module named hsx_host" in stderr:
         return HostGarbage(

@@ -137,13 +137,7 @@ class HostVerbOperator(BaseOperator):
 
     def host_of(self, context: Context) -> dict[str, Any]:
         """Where the host is and which plan is frozen there: plan's XCom ``run``."""
-        host = context["ti"].xcom_pull(task_ids=self.plan_task_id, key="run")
-        if not isinstance(host, dict):
-            raise errors.ConfigError(
-                "has not told where the host is", field="plan_task_id", value=self.plan_task_id,
-                fix="clear the plan task of this run first",
-            )
-        return host
+        return run_of(context, self.plan_task_id)
 
     def on_kill(self) -> None:
         """The task was killed while it submitted: end the remote job too."""
@@ -151,6 +145,19 @@ class HostVerbOperator(BaseOperator):
             host, job_id = self._job
             with hook_of(host) as hook:
                 hook.job_kill(job_id, spec_path=host["spec_path"], grace_s=2.0)
+
+
+def run_of(context: Context, plan_task_id: str) -> dict[str, Any]:
+    """Plan's XCom ``run``; ConfigError where the plan has not told it."""
+    host = context["ti"].xcom_pull(task_ids=plan_task_id, key="run")
+    if not isinstance(host, dict):
+        raise errors.ConfigError(
+            "has not told where the host is",
+            field="plan_task_id",
+            value=plan_task_id,
+            fix="clear the plan task of this run first",
+        )
+    return host
 
 
 def job_name(context: Context, spec_path: str) -> str:

@@ -11,6 +11,7 @@ from hsx_host import contract as c
 from hsx_operators.answers import human_bytes
 from hsx_operators.base import HostVerbOperator
 from hsx_operators.errors import HostRefused
+from hsx_operators.hook import hook_of
 
 if TYPE_CHECKING:
     from airflow.sdk.definitions.context import Context
@@ -102,8 +103,11 @@ class CleanupOldStatesOperator(HostVerbOperator):
         return self.run_verb(context)
 
     def verb(self, context: Context) -> list[str]:
-        """``cleanup`` of exactly what was listed."""
-        return ["cleanup"]
+        """``cleanup`` of exactly the list that was shown: it goes to the host as the approval."""
+        host = self.host_of(context)
+        with hook_of(host) as hook:
+            shown = hook.put_document(c.from_dict(c.DiskVerdict, self.disk))
+        return ["cleanup", "--approve", shown]
 
     def result(self, document: c.CleanupResult, host: dict[str, Any], context: Context) -> Any:
         """Tell what went and what was refused."""

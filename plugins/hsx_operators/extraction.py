@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from airflow.sdk import Asset
@@ -9,8 +10,8 @@ from airflow.sdk import Asset
 from hsx_host import contract as c
 from hsx_operators import errors
 from hsx_operators.answers import human_bytes, human_seconds
-from hsx_operators.base import HostVerbOperator
-from hsx_operators.retry import HostRetryPolicy
+from hsx_operators.base import POOL, HostVerbOperator
+from hsx_operators.retry import HOST_RETRIES
 
 if TYPE_CHECKING:
     from airflow.sdk.definitions.context import Context
@@ -49,12 +50,17 @@ class ExtractShardOperator(HostVerbOperator):
 
     template_fields = ("shard",)
     result_type = c.ShardSummary
-    #: A ceiling that Airflow has to know when it parses; the profile's ``tasks.shard_retries`` decides below it.
-    retry_ceiling: ClassVar[dict[str, Any]] = {"retries": 5, "retry_policy": HostRetryPolicy()}
+    #: For ``partial``, which doesn't take an operator's own defaults. ``retries`` is a ceiling, which Airflow has to
+    #: know when it parses; the profile's ``tasks.shard_retries`` decides below it.
+    partial_defaults: ClassVar[dict[str, Any]] = {
+        "retries": 5,
+        "retry_delay": timedelta(seconds=30),
+        "retry_policy": HOST_RETRIES,
+        "pool": POOL,
+    }
 
     def __init__(self, *, shard: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("map_index_template", "{{ task.shard['name'] }}")
-        super().__init__(**{**self.retry_ceiling, **kwargs})
+        super().__init__(**kwargs)
         self.shard = shard
 
     def verb(self, context: Context) -> list[str]:
@@ -71,8 +77,15 @@ class ExtractShardOperator(HostVerbOperator):
             self.log.warning("failed: %s", line)
         self.log.info(
             "%s: %d of %d samples published (%d now), %d failed, %s tokens, %s in %s, %.0f tok/s; %s",
-            document.name, document.published, document.samples, document.extracted, document.failed,
-            f"{document.tokens:,}", human_bytes(document.bytes), human_seconds(document.seconds), document.tok_s,
+            document.name,
+            document.published,
+            document.samples,
+            document.extracted,
+            document.failed,
+            f"{document.tokens:,}",
+            human_bytes(document.bytes),
+            human_seconds(document.seconds),
+            document.tok_s,
             document.proof,
         )
         return c.to_dict(document)
@@ -92,20 +105,30 @@ class VerifyDatasetOperator(HostVerbOperator):
         for problem in document.problems:
             self.log.error("%s", problem)
         self.log.info(
-            "%d samples, %s tokens, %s; missing %d, failed %d, proved %d", document.samples,
-            f"{document.tokens:,}", human_bytes(document.bytes), document.missing, document.failed, document.proved,
+            "%d samples, %s tokens, %s; missing %d, failed %d, proved %d",
+            document.samples,
+            f"{document.tokens:,}",
+            human_bytes(document.bytes),
+            document.missing,
+            document.failed,
+            document.proved,
         )
         if not document.ok:
             raise errors.HostRefused(
                 "verify",
-                c.ErrorDoc("refused", "; ".join(document.problems[:3]) or "the data set isn't whole", "data set", "",
-                           "clear the shards that it names"),
+                c.ErrorDoc(
+                    "refused",
+                    "; ".join(document.problems[:3]) or "the data set isn't whole",
+                    "data set",
+                    "",
+                    "clear the shards that it names",
+                ),
             )
         return c.to_dict(document)
 
 
 class TrainingHandoffOperator(HostVerbOperator):
-    """Writes ``handoff.json`` and tells it with the Asset ``hsx_hidden_states``, which a training DAG may be scheduled on."""
+    """Writes ``handoff.json`` and updates the Asset ``hsx_hidden_states``, on which a training DAG may be scheduled."""
 
     result_type = c.HandoffResult
     detached = False

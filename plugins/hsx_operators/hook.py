@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import logging
 import posixpath
-import socket
 import stat
 import time
 import uuid
@@ -80,12 +79,16 @@ class GpuHostHook:
                 self._ssh = SSHHook(ssh_conn_id=self.ssh_conn_id, conn_retry_attempts=1)
             except AirflowNotFoundException:
                 raise ConfigError(
-                    "there is no such connection", field="host.ssh_conn_id", value=self.ssh_conn_id,
-                    fix="add it under Admin > Connections, or as AIRFLOW_CONN_...; type ssh, with a host_key in its extra",
+                    "there is no such connection",
+                    field="host.ssh_conn_id",
+                    value=self.ssh_conn_id,
+                    fix="add it under Admin > Connections, or as AIRFLOW_CONN_...; type ssh, host_key in its extra",
                 ) from None
             except (ValueError, AirflowException) as e:
                 raise ConfigError(
-                    f"the connection can't be used: {e}", field="host.ssh_conn_id", value=self.ssh_conn_id,
+                    f"the connection can't be used: {e}",
+                    field="host.ssh_conn_id",
+                    value=self.ssh_conn_id,
                     fix="correct its host, login, key and host_key",
                 ) from None
         where = f"{self._ssh.remote_host}:{self._ssh.port}"
@@ -128,7 +131,13 @@ class GpuHostHook:
     # -------------------------------------------------------------------------- verbs
 
     def run_verb(
-        self, cls: type[T], verb: Sequence[str], *, spec_path: str, timeout_s: float = LIGHT_TIMEOUT_S, quiet: bool = False
+        self,
+        cls: type[T],
+        verb: Sequence[str],
+        *,
+        spec_path: str,
+        timeout_s: float = LIGHT_TIMEOUT_S,
+        quiet: bool = False,
     ) -> T:
         """Run one verb to its end and read its document.
 
@@ -192,9 +201,12 @@ class GpuHostHook:
             self.log.info("shipped the host program (%d files) to %s", len(bundle.files), target)
         return target
 
-    def put_spec(self, spec: c.RunSpec) -> str:
-        """Put the frozen spec at ``<home>/specs/<sha256>.json``, readable by its owner only; returns the path."""
-        body = c.encode(spec).encode()
+    def put_document(self, document: Any) -> str:
+        """Put a contract document, such as the frozen spec, at ``<home>/specs/<sha256>.json``; returns the path.
+
+        Only its owner may read it: a spec holds the server's environment.
+        """
+        body = c.encode(document).encode()
         path = posixpath.join(self.home, "specs", f"{hashlib.sha256(body).hexdigest()}.json")
         with self._sftp() as sftp:
             _make_dirs(sftp, posixpath.dirname(path))
@@ -213,22 +225,32 @@ class GpuHostHook:
                 sftp = client.open_sftp()
         except HostUnreachable as e:
             raise HostGarbage(
-                f"the host opens no SFTP session: {e.message}", field="host.ssh_conn_id", value=self.ssh_conn_id,
+                f"the host opens no SFTP session: {e.message}",
+                field="host.ssh_conn_id",
+                value=self.ssh_conn_id,
                 fix="switch on sshd's sftp subsystem, and let nothing in the login shell print",
             ) from None
         try:
             yield sftp
         except PermissionError as e:
             raise ConfigError(
-                f"the login may not write there: {e}", field="host.home", value=self.home,
+                f"the login may not write there: {e}",
+                field="host.home",
+                value=self.home,
                 fix="give the folder to the connection's login, or set another home",
             ) from None
         except (EOFError, paramiko.SSHException) as e:
             raise HostUnreachable(f"the connection broke while files were sent: {e}") from None
         except OSError as e:
             raise HostTryAgain(
-                "ship", c.ErrorDoc(kind="again", message=f"files can't be put on the host: {e}", field="host.home",
-                                   value=self.home, fix="look for a full or read-only disk")
+                "ship",
+                c.ErrorDoc(
+                    kind="again",
+                    message=f"files can't be put on the host: {e}",
+                    field="host.home",
+                    value=self.home,
+                    fix="look for a full or read-only disk",
+                ),
             ) from None
         finally:
             sftp.close()
@@ -251,22 +273,29 @@ def _ssh_errors(conn_id: str, where: str) -> Iterator[None]:
     except paramiko.BadHostKeyException as e:
         raise HostKeyMismatch(
             f"{where} shows another host key ({e.key.get_name()}) than the connection names: is it the same machine?",
-            field="host.ssh_conn_id", value=conn_id,
+            field="host.ssh_conn_id",
+            value=conn_id,
             fix="compare the host's key with its owner, then set host_key in the connection's extra",
         ) from None
     except paramiko.AuthenticationException as e:
         raise HostLoginRefused(
-            f"{where} refuses the login: {e}", field="host.ssh_conn_id", value=conn_id,
+            f"{where} refuses the login: {e}",
+            field="host.ssh_conn_id",
+            value=conn_id,
             fix="correct the connection's login, password or private key",
         ) from None
-    except (paramiko.SSHException, EOFError, OSError, socket.timeout) as e:
+    except (paramiko.SSHException, EOFError, OSError) as e:
         if "not found in known_hosts" in str(e):
             raise HostKeyMismatch(
-                f"the host key of {where} is not known", field="host.ssh_conn_id", value=conn_id,
+                f"the host key of {where} is not known",
+                field="host.ssh_conn_id",
+                value=conn_id,
                 fix="set host_key in the connection's extra",
             ) from None
         raise HostUnreachable(
-            f"{where} can't be reached: {e or type(e).__name__}", field="host.ssh_conn_id", value=conn_id,
+            f"{where} can't be reached: {e or type(e).__name__}",
+            field="host.ssh_conn_id",
+            value=conn_id,
             fix="is the host up, and are host and port of the connection right?",
         ) from None
 

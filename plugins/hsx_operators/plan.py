@@ -53,7 +53,7 @@ class PlanOperator(HostVerbOperator):
                 "home": spec.host.home,
                 "bundle": hook.bundle,
                 "bundle_dir": hook.bundle_dir,
-                "spec_path": hook.put_spec(spec),
+                "spec_path": hook.put_document(spec),
                 "profile": name,
                 "dry_run": bool(params.get("dry_run")),
                 "cleanup_policy": spec.cleanup.policy,
@@ -74,8 +74,16 @@ class PlanOperator(HostVerbOperator):
             self.log.warning("rejected: %s", line)
         self.log.info(
             "%s: %d rows, %d valid, %d rejected, %d duplicates, %d done; to do: %d samples in %d shards, %s tokens, %s",
-            document.dataset_id, document.rows, document.valid, document.rejected, document.duplicates, document.done,
-            document.todo, len(shards), f"{document.todo_tokens:,}", human_bytes(document.todo_bytes),
+            document.dataset_id,
+            document.rows,
+            document.valid,
+            document.rejected,
+            document.duplicates,
+            document.done,
+            document.todo,
+            len(shards),
+            f"{document.todo_tokens:,}",
+            human_bytes(document.todo_bytes),
         )
         return {"run": host, "plan": plan, "shards": shards}
 

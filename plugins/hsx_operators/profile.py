@@ -143,7 +143,7 @@ class Profile(_Model):
     extraction: Extraction = Extraction()
     capture: Capture
     data: Data
-    benchmark: Benchmark = Benchmark(enabled=False)
+    benchmark: Benchmark = Benchmark(enabled=False, tolerance=0.05)
     cleanup: Cleanup = Cleanup()
     tasks: Tasks = Tasks()
 

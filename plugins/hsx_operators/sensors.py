@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
 
 from airflow.sdk import BaseSensorOperator
 from airflow.sdk.exceptions import AirflowSensorTimeout
@@ -21,9 +22,17 @@ from hsx_operators.triggers import HostTrigger
 if TYPE_CHECKING:
     from airflow.sdk.definitions.context import Context
 
+#: Changes nothing on the host; asks the server for one real token.
+STATUS = ["status", "--health", "--lines", "1"]
+
+
+def healthy(status: c.StatusResult, mode: str) -> bool:
+    """Whether the host serves in ``mode``, with a real token as the proof."""
+    return status.healthy and status.mode == mode
+
 
 class ServerHealthTrigger(HostTrigger):
-    """Asks the host for its server until that serves in the wanted mode.
+    """Asks the host until its server serves in the wanted mode.
 
     :param host: see HostTrigger.
     :param mode: ``production`` or ``extraction``.
@@ -51,13 +60,71 @@ class ServerHealthTrigger(HostTrigger):
         """Ask until healthy, or until the deadline."""
         try:
             while True:
-                facts = await self.patient(c.HostStatus, STATUS)
-                if healthy(facts, self.mode):
-                    yield TriggerEvent({"end": "healthy", "facts": c.to_dict(facts)})
+                status = await self.patient(c.StatusResult, STATUS)
+                end = "healthy" if healthy(status, self.mode) else "timeout" if time.time() > self.deadline else ""
+                if end:
+                    yield TriggerEvent({"end": end, "status": c.to_dict(status)})
                     return
-                if self.deadline and time.time() > self.deadline:
-                    yield TriggerEvent({"end": "timeout", "facts": c.to_dict(facts)})
-                    return
+                self.log.info("not yet: mode %s %s %s", status.mode, status.phase, status.problem)
                 await asyncio.sleep(self.poke_interval)
         except HostError as e:
             yield TriggerEvent({"end": "error", "error": type(e).__name__, "message": str(e)})
+
+
+class ServerHealthSensor(BaseSensorOperator):
+    """Done when the host serves in ``mode`` and has generated a real token. Deferrable; asks once before it defers.
+
+    :param mode_wanted: ``production`` or ``extraction``.
+    :param plan_task_id: the task whose XCom ``run`` says where the host is.
+    :param poke_interval: seconds between two questions.
+    :param timeout: seconds until it gives up; the server's start itself was waited for by the step before.
+    """
+
+    ui_color = "#d9efe0"
+
+    def __init__(
+        self,
+        *,
+        mode_wanted: Literal["production", "extraction"],
+        plan_task_id: str = "plan",
+        poke_interval: timedelta | float = 10.0,
+        timeout: timedelta | float = 900.0,
+        **kwargs: Any,
+    ) -> None:
+        kwargs.setdefault("retries", 2)
+        kwargs.setdefault("retry_delay", timedelta(seconds=30))
+        kwargs.setdefault("retry_policy", HOST_RETRIES)
+        kwargs.setdefault("pool", POOL)
+        super().__init__(poke_interval=poke_interval, timeout=timeout, **kwargs)
+        self.mode_wanted, self.plan_task_id = mode_wanted, plan_task_id
+
+    def execute(self, context: Context) -> Any:
+        """Ask once; wait in a trigger where the answer is no."""
+        host = run_of(context, self.plan_task_id)
+        with hook_of(host) as hook:
+            status = hook.run_verb(c.StatusResult, STATUS, spec_path=host["spec_path"])
+        if healthy(status, self.mode_wanted):
+            return self._tell(c.to_dict(status))
+        self.log.info("not yet: mode %s %s %s", status.mode, status.phase, status.problem)
+        return self.defer(
+            trigger=ServerHealthTrigger(
+                host=host, mode=self.mode_wanted, poke_interval=self.poke_interval, deadline=time.time() + self.timeout
+            ),
+            method_name="execute_complete",
+        )
+
+    def execute_complete(self, context: Context, event: dict[str, Any]) -> Any:
+        """Healthy, or the reason why not."""
+        if event["end"] == "error":
+            raise named_error(event["error"], event["message"])
+        status = event["status"]
+        if event["end"] == "timeout":
+            raise AirflowSensorTimeout(
+                f"no healthy {self.mode_wanted} server after {self.timeout:.0f} s: its mode is {status['mode']}; "
+                f"{status['problem'] or 'it answers'} (read the server's log below home/logs on the host)"
+            )
+        return self._tell(status)
+
+    def _tell(self, status: dict[str, Any]) -> dict[str, Any]:
+        self.log.info("%s serves (pid %d) and has generated a token", status["mode"], status["pid"])
+        return {"mode": status["mode"], "pid": status["pid"], "healthy": True}

@@ -43,7 +43,9 @@ class ServeOperator(HostVerbOperator):
     def result(self, document: c.ServerFacts, host: dict[str, Any], context: Context) -> Any:
         """Tell what runs now."""
         changed = "now" if document.changed else "already"
-        pid = f", pid {document.pid}, port {document.port}, ready after {document.ready_s:.0f} s" if document.pid else ""
+        pid = (
+            f", pid {document.pid}, port {document.port}, ready after {document.ready_s:.0f} s" if document.pid else ""
+        )
         self.log.info("the host is %s in mode %s%s", changed, document.mode, pid)
         return c.to_dict(document)
 
@@ -111,7 +113,7 @@ class BenchmarkOperator(HostVerbOperator):
 
     def verb(self, context: Context) -> list[str]:
         """``benchmark`` before or after."""
-        return ["benchmark", self.phase]
+        return ["benchmark", "--label", self.phase]
 
     def result(self, document: c.BenchmarkResult, host: dict[str, Any], context: Context) -> Any:
         """Tell the figures; a production that is slower than the profile tolerates is told loudly, not failed:
@@ -122,7 +124,7 @@ class BenchmarkOperator(HostVerbOperator):
 
 
 class RestoreProductionOperator(HostVerbOperator):
-    """Gives the host back: production as the profile starts it, the plugin's folder away, SGLang proved pristine, the lease released.
+    """Gives the host back: production as the profile starts it, the plugin away, SGLang pristine, the lease released.
 
     Make it the teardown of the tasks that took the host.
     """
@@ -143,7 +145,9 @@ class RestoreProductionOperator(HostVerbOperator):
             report = hook.run_verb(c.PatchReport, ["patch", "verify"], spec_path=spec, timeout_s=timeout)
             hook.run_verb(c.Lease, ["release"], spec_path=spec)
         pristine(report)
-        self.log.info("production is up: pid %d, port %d; SGLang %s as installed", document.pid, document.port, report.sglang)
+        self.log.info(
+            "production is up: pid %d, port %d; SGLang %s as installed", document.pid, document.port, report.sglang
+        )
         return {**c.to_dict(document), "pristine": report.pristine, "files_checked": report.files_checked}
 
 
@@ -152,7 +156,12 @@ def pristine(report: c.PatchReport) -> c.PatchReport:
     if not report.pristine:
         raise HostRefused(
             "patch",
-            c.ErrorDoc("refused", "files of the installed SGLang differ from its package", "sglang", report.sglang,
-                       "install it anew on the host"),
+            c.ErrorDoc(
+                "refused",
+                "files of the installed SGLang differ from its package",
+                "sglang",
+                report.sglang,
+                "install it anew on the host",
+            ),
         )
     return report

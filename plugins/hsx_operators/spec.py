@@ -53,7 +53,7 @@ def build_spec(profile: Profile, name: str, params: Mapping[str, Any], run_id: s
     check_extraction(extraction_args)
     extraction_port = p.extraction.port or p.production.port
     extraction_env = {k: v for k, v in {**p.production.env, **p.extraction.env}.items() if v is not None}
-    server = {"stop_grace_s": p.production.stop_grace_s, "soak_requests": p.production.soak_requests}
+    grace, soak = p.production.stop_grace_s, p.production.soak_requests
     enabled = _benchmark(params, p)
     return c.RunSpec(
         run_id=run_id,
@@ -71,7 +71,8 @@ def build_spec(profile: Profile, name: str, params: Mapping[str, Any], run_id: s
             host=p.production.host,
             port=p.production.port,
             start_timeout_s=p.production.start_timeout_s,
-            **server,
+            stop_grace_s=grace,
+            soak_requests=soak,
         ),
         extraction=c.ServerSettings(
             args=_address(extraction_args, "127.0.0.1", extraction_port),
@@ -79,7 +80,8 @@ def build_spec(profile: Profile, name: str, params: Mapping[str, Any], run_id: s
             host="127.0.0.1",
             port=extraction_port,
             start_timeout_s=p.extraction.start_timeout_s or p.production.start_timeout_s,
-            **server,
+            stop_grace_s=grace,
+            soak_requests=soak,
         ),
         model=c.ModelSettings(path=p.model.path, revision=p.model.revision),
         capture=c.CaptureSettings(
@@ -206,7 +208,9 @@ def parse_shards(text: object) -> list[int]:
         m = re.fullmatch(r"(\d{1,6})(?:\s*-\s*(\d{1,6}))?", part)
         if not m or int(m[2] or m[1]) < int(m[1]):
             raise ConfigError(
-                f"{part!r} is not a shard number or a rising range", field="shards", value=text,
+                f"{part!r} is not a shard number or a rising range",
+                field="shards",
+                value=text,
                 fix="write numbers and ranges, such as 3,7-9; leave it empty for all",
             )
         shards.update(range(int(m[1]), int(m[2] or m[1]) + 1))
@@ -219,7 +223,10 @@ def _path_param(params: Mapping[str, Any], key: str) -> str:
         raise ConfigError("expected a path", field=key, value=value, fix="give an absolute path on the host")
     if value and (not value.startswith("/") or _NO_PATH.search(value)):
         raise ConfigError(
-            "is not an absolute path", field=key, value=value, fix="give a path that starts with /, as it is on the host"
+            "is not an absolute path",
+            field=key,
+            value=value,
+            fix="give a path that starts with /, as it is on the host",
         )
     return value
 
@@ -248,7 +255,9 @@ def _benchmark(params: Mapping[str, Any], profile: Profile) -> bool:
     enabled = profile.benchmark.enabled if value == AS_PROFILE else value == "on"
     if enabled and not profile.benchmark.loads:
         raise ConfigError(
-            "the profile has no loads to measure", field="benchmark", value=value,
+            "the profile has no loads to measure",
+            field="benchmark",
+            value=value,
             fix="add benchmark.loads to the profile, or switch the benchmark off",
         )
     return enabled
@@ -273,7 +282,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         pairs = [item.partition("=") for item in options.set]
         if bad := [key for key, eq, _ in pairs if not eq]:
-            raise ConfigError("is not KEY=VALUE", field="--set", value=bad[0], fix=f"KEY is one of {', '.join(CHOICES)}")
+            raise ConfigError(
+                "is not KEY=VALUE", field="--set", value=bad[0], fix=f"KEY is one of {', '.join(CHOICES)}"
+            )
         params = {key: value for key, _, value in pairs}
         print(c.encode(build_spec(load_profile(options.profile), options.profile, params, options.run_id)))
     except HsxOperatorError as e:

@@ -34,13 +34,13 @@ _BROKEN = (OSError, asyncssh.Error, TimeoutError)
 class HostTrigger(BaseTrigger):
     """Verbs of one run over one connection that is opened again when it breaks.
 
-    :param host: what plan answered about the host: ``ssh_conn_id``, ``python``, ``home``, ``bundle_dir``, ``spec_path``.
+    :param host: plan's XCom ``run``: ``ssh_conn_id``, ``python``, ``bundle_dir`` and ``spec_path`` are used.
     :param outage_s: how long the host may be unreachable before the task is told so.
     :param deadline: unix seconds at which the watch ends; 0 means never.
     """
 
     def __init__(self, host: dict[str, Any], outage_s: float = 900.0, deadline: float = 0.0) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.host, self.outage_s, self.deadline = host, outage_s, deadline
         self._conn: asyncssh.SSHClientConnection | None = None
 
@@ -56,12 +56,16 @@ class HostTrigger(BaseTrigger):
             )
         except asyncssh.HostKeyNotVerifiable as e:
             raise HostKeyMismatch(
-                f"the host's key can't be verified: {e}", field="host.ssh_conn_id", value=self.host["ssh_conn_id"],
+                f"the host's key can't be verified: {e}",
+                field="host.ssh_conn_id",
+                value=self.host["ssh_conn_id"],
                 fix="compare the host's key with its owner, then set host_key in the connection's extra",
             ) from None
         except asyncssh.PermissionDenied as e:
             raise HostLoginRefused(
-                f"the host refuses the login: {e}", field="host.ssh_conn_id", value=self.host["ssh_conn_id"],
+                f"the host refuses the login: {e}",
+                field="host.ssh_conn_id",
+                value=self.host["ssh_conn_id"],
                 fix="correct the connection's login, password or private key",
             ) from None
         except _BROKEN as e:

@@ -30,7 +30,11 @@ class VerdictOperator(BaseOperator):
     ui_color = "#f5dddd"
 
     def __init__(
-        self, *, gate_task_id: str = "gate", approval_task_id: str = "approve_cleanup", plan_task_id: str = "plan",
+        self,
+        *,
+        gate_task_id: str = "gate",
+        approval_task_id: str = "approve_cleanup",
+        plan_task_id: str = "plan",
         **kwargs: Any,
     ) -> None:
         kwargs.setdefault("retries", 1)

@@ -89,7 +89,7 @@ def test_what_is_no_profile_is_said_so(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", ["nothing", "../profiles/kimi-k2.5", ""])
 def test_unknown_profile_lists_the_known(name: str) -> None:
-    with pytest.raises(ProfileError, match="known: .*kimi-k2.5"):
+    with pytest.raises(ProfileError, match=r"known: .*kimi-k2\.5"):
         load_profile(name)
 
 

@@ -1,0 +1,52 @@
+"""The arrow between the rooms runs one way: dags -> hsx_operators -> contract; the host knows nothing of Airflow."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[3]
+ROOMS = {
+    "dags": {"airflow", "hsx_operators"},
+    "plugins/hsx_operators": {"airflow", "paramiko", "asyncssh", "pydantic", "pydantic_core", "yaml", "hsx_operators",
+                              "hsx_host"},
+    "include/hsx_host": {"requests", "numpy", "safetensors", "torch", "psutil", "xxhash", "hsx_host"},
+    "include/patches": {"torch", "sglang", "hsx_capture", "hsx_cpu"},
+}  # fmt: skip
+
+
+def imports(path: Path) -> dict[str, int]:
+    """Every module that a file imports, at its top or inside functions, with the line."""
+    found: dict[str, int] = {}
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name: node.lineno for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found |= {f"{node.module}.{alias.name}": node.lineno for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_what_it_may(room: str) -> None:
+    files = sorted((REPO / room).rglob("*.py"))
+    assert files
+    strangers = [
+        f"{path.relative_to(REPO)}:{line} imports {name}"
+        for path in files
+        for name, line in imports(path).items()
+        if (top := name.split(".")[0]) not in ROOMS[room] and top not in sys.stdlib_module_names
+    ]
+    assert strangers == []
+
+
+def test_operators_and_host_share_the_contract_alone() -> None:
+    beyond = [
+        f"{path.name}:{line} imports {name}"
+        for path in sorted((REPO / "plugins/hsx_operators").rglob("*.py"))
+        for name, line in imports(path).items()
+        if name.startswith("hsx_host") and not name.startswith("hsx_host.contract")
+    ]
+    assert beyond == []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,28 +38,39 @@ class Found:
     spool: str
 
 
-def on_port(spec: RunSpec, port: int) -> Found | None:
-    """Who listens on ``port``: nobody, a server of the profile, or hsx's own extraction server that no record names.
+def production(spec: RunSpec) -> Found | None:
+    """The server on production's port: none, the profile's, or hsx's own extraction server that no record names.
 
     Refused for anything else: a stranger, or a server whose arguments or environment differ from the profile's.
     """
+    port = spec.production.port
     pids = processes.listeners(port)
     if not pids:
         return None
     main = _launcher(pids)
     if main is None:
-        raise Refused(
-            f"port {port} is held by a stranger: " + "; ".join(processes.describe(p) for p in pids),
-            field="port",
-            value=port,
-            fix="hsx does not touch it: end it, or give the server another port",
-        )
-    proc, argv, environ = main
-    capture = environ.get(servers.CAPTURE_VARIABLE, "")
-    if capture and Path(capture).is_relative_to(state.home(spec) / "spool"):
-        return Found(proc, str(Path(capture).parent))
-    _refuse_differences(spec, proc, argv, environ, capture)
-    return Found(proc, "")
+        raise stranger(port, pids)
+    found = _extraction(spec, main)
+    if found is None:
+        _refuse_differences(spec, main)
+        found = Found(main.proc, "")
+    return found
+
+
+def lost_extraction(spec: RunSpec) -> Found | None:
+    """hsx's own extraction server on the extraction port that no record names. Others there are nobody's business yet."""
+    main = _launcher(processes.listeners(spec.extraction.port))
+    return None if main is None else _extraction(spec, main)
+
+
+def stranger(port: int, pids: list[int]) -> Refused:
+    """The error about a port that somebody else holds."""
+    return Refused(
+        f"port {port} is held by a stranger: " + "; ".join(processes.describe(p) for p in pids),
+        field="port",
+        value=port,
+        fix="hsx does not touch it: end it, or give the server another port",
+    )
 
 
 def remember_base(spec: RunSpec, proc: ProcId) -> None:
@@ -81,23 +91,40 @@ def base(spec: RunSpec) -> LaunchBase:
     return LaunchBase(cwd=str(state.folder(spec, "logs")), env=kept.env if kept else servers.clean_base(os.environ))
 
 
-def _launcher(pids: list[int]) -> tuple[ProcId, list[str], dict[str, str]] | None:
-    """The nearest ``python -m sglang.launch_server`` among the listeners and their ancestors: process, argv, environment."""
+@dataclass(frozen=True)
+class _Launcher:
+    """A process whose command is ``python -m sglang.launch_server ARGS``."""
+
+    proc: ProcId
+    argv: list[str]
+    environ: dict[str, str]
+
+
+def _launcher(pids: list[int]) -> _Launcher | None:
+    """The nearest SGLang launch among the listeners and their ancestors."""
     for pid in pids:
         if not pid:
             continue
         try:
-            chain = [psutil.Process(pid), *psutil.Process(pid).parents()]
-            for p in chain:
+            for p in [psutil.Process(pid), *psutil.Process(pid).parents()]:
                 argv, proc = p.cmdline(), identify(p.pid)
                 if proc is not None and _module_args(argv) is not None:
-                    return proc, argv, _environ(p.pid)
+                    return _Launcher(proc, argv, _environ(p.pid))
         except (psutil.Error, OSError):
             continue
     return None
 
 
-def _refuse_differences(spec: RunSpec, proc: ProcId, argv: list[str], environ: Mapping[str, str], capture: str) -> None:
+def _extraction(spec: RunSpec, main: _Launcher) -> Found | None:
+    """The launch as hsx's own extraction server, by the capture spec that it was given."""
+    capture = main.environ.get(servers.CAPTURE_VARIABLE, "")
+    if capture and Path(capture).is_relative_to(state.home(spec) / "spool"):
+        return Found(main.proc, str(Path(capture).parent))
+    return None
+
+
+def _refuse_differences(spec: RunSpec, main: _Launcher) -> None:
+    proc, argv, environ = main.proc, main.argv, main.environ
     cwd = os.readlink(f"/proc/{proc.pid}/cwd")
     wrong = servers.differences(_module_args(argv) or [], spec.production.args)
     running = (
@@ -112,11 +139,11 @@ def _refuse_differences(spec: RunSpec, proc: ProcId, argv: list[str], environ: M
         for key, value in sorted(spec.production.env.items())
         if environ.get(key) != value
     ]
-    if capture:
+    if servers.CAPTURE_VARIABLE in environ:
         wrong.append(f"environment {servers.CAPTURE_VARIABLE}: runs with it, production never does")
     if wrong:
         raise Refused(
-            f"the server on port {spec.production.port} (pid {proc.pid}) is not what the profile would start, so a restore "
+            f"the server on port {spec.production.port} (pid {proc.pid}) is not what the profile would start: a restore "
             "would bring something else back: " + "; ".join(wrong),
             field="production",
             value=f"pid {proc.pid}",

@@ -1,5 +1,5 @@
 """What it does
-  The dead man's switch, started detached by acquire. It reads the lease every few seconds. When the lease lapses (nobody
+  The dead man's switch, started detached by acquire. It reads the lease every two seconds. When the lease lapses (nobody
   renewed it: Airflow died, the network went, the run was killed), it brings production back, reverts the plugin and
   releases the lease. It ends when the lease is released or another run has it.
 Result: ServerFacts of production, or of what stands where there was nothing to do.
@@ -27,7 +27,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(spec: RunSpec, args: Namespace) -> ServerFacts:
     mine = Lease(run_id=spec.run_id, since=args.since, expires=0.0)
-    every = min(5.0, max(spec.lease_ttl_s / 10, 0.1))
+    every = min(2.0, max(spec.lease_ttl_s / 10, 0.1))
     while True:
         now = lease.read(spec)
         if now is None or not lease.same_grant(now, mine):

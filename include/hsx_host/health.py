@@ -52,8 +52,8 @@ def wait_until_ready(
             raise TryAgain(
                 f"the {what} server is not ready after {deadline_s:.0f} s ({why}); the end of its log:\n"
                 f"{log_tail(log_file)}",
-                field="start_timeout_s",
-                value=deadline_s,
+                field=f"{what}.start_timeout_s",
+                value=settings.start_timeout_s,
                 fix="read the log; raise start_timeout_s where it only needs longer",
             )
         why = problem(settings, timeout_s=min(REQUEST_TIMEOUT_S, max(left, 1.0)))

@@ -72,7 +72,7 @@ def poll(spec: RunSpec, job_id: str, offset: int) -> JobStatus:
     rc = _rc(where)  # after the look at the process: a runner that has just ended has written it
     now = "done" if rc is not None else "running" if here else "dead"
     log, offset = _log(where / "stderr", offset, whole=now != "running")
-    document = (where / "stdout").read_text(errors="replace").strip() if now == "done" else ""
+    document = _text(where / "stdout") if now == "done" else ""
     return JobStatus(id=job_id, state=now, rc=rc, pid=record.pid, log=log, offset=offset, document=document)
 
 
@@ -173,6 +173,13 @@ def _folder(spec: RunSpec, job_id: str) -> Path:
     if not _ID.fullmatch(job_id) or job_id.startswith("."):
         raise BadInput("not a job id", field="job id", value=job_id, fix="use letters, digits, '.', '_' and '-'")
     return state.home(spec) / "jobs" / job_id
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except FileNotFoundError:  # the runner failed before it had one
+        return ""
 
 
 def _rc(where: Path) -> int | None:

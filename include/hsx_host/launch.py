@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from hsx_host import adopt, capture_server, health, patch, procid, processes, servers, state
+from hsx_host import adopt, capture_server, health, patch, processes, procid, servers, state
 from hsx_host.contract import RunSpec, ServerSettings
 from hsx_host.errors import TryAgain
 from hsx_host.procid import ProcId
@@ -19,7 +19,14 @@ from hsx_host.progress import log
 _KEEP_LOGS = 10
 
 # The child waits until its record stands: a launcher that dies in between leaves no server that nobody knows of.
-_GATE = "import os,sys\nos.read(int(sys.argv[1]),1)==b'1' or os._exit(1)\nos.close(int(sys.argv[1]))\nos.execv(sys.argv[2],sys.argv[2:])"
+# Python in a C locale sets LC_CTYPE for itself (PEP 538): the second argument says whether the server has it.
+_GATE = """import os, sys
+gate, keep, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+os.read(gate, 1) == b"1" or os._exit(1)
+os.close(gate)
+keep or os.environ.pop("LC_CTYPE", None)
+os.execv(command[0], command)
+"""
 
 
 def settings_of(spec: RunSpec, mode: str) -> ServerSettings:
@@ -135,16 +142,17 @@ def _spawn(spec: RunSpec, mode: str) -> state.ServerState:
         old.unlink(missing_ok=True)
     log_file = logs / f"{mode}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}.log"
     command = servers.command(spec.host.python, settings)
+    env = servers.environment(base.env, settings, **extra)
     receive, send = os.pipe()
     try:
         with log_file.open("ab") as out:
             child = subprocess.Popen(
-                [spec.host.python, "-ISc", _GATE, str(receive), *command],
+                [spec.host.python, "-ISc", _GATE, str(receive), "keep" if "LC_CTYPE" in env else "", *command],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 cwd=base.cwd,
-                env=servers.environment(base.env, settings, **extra),
+                env=env,
                 start_new_session=True,
                 pass_fds=(receive,),
             )

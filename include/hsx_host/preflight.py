@@ -167,7 +167,7 @@ def _production(spec: RunSpec, warn: Callable[[str], None]) -> bool:
                 fix="make it the profile's: serve production",
             )
     else:
-        found = adopt.on_port(spec, spec.production.port)
+        found = adopt.production(spec)
         if found is None:
             warn("production is not running; the end of the run will start it")
             return False

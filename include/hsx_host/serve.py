@@ -13,9 +13,10 @@ Example
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
-from hsx_host import adopt, capture_server, health, launch, lease, patch, procid, processes, servers, state
+from hsx_host import adopt, capture_server, health, launch, lease, patch, processes, procid, servers, state
 from hsx_host.contract import RunSpec, ServerFacts
 from hsx_host.errors import BadInput, Refused, TryAgain
 from hsx_host.procid import ProcId
@@ -110,17 +111,19 @@ def facts(server: ServerState, *, changed: bool) -> ServerFacts:
 
 def _change(spec: RunSpec, mode: str, server: ServerState | None) -> ServerFacts:
     """Stop what runs, then start what should; in production mode a matching server on the port is taken over."""
+    if mode == "extraction":
+        _refuse_held_port(spec, server)
     if server is not None:
         _refuse_foreign_production(spec, mode, server)
         launch.stop(spec, server, why=f"the host goes to {mode}")
-    found = _take_over(spec)
-    if found is not None:
+    for found in _take_over(spec):
         ready = _still_ready(spec, found) if mode == found.mode == "production" else None
         if ready is not None:
             return facts(ready, changed=server is not None)
         launch.stop(spec, found, why=f"the host goes to {mode}")
     port = launch.settings_of(spec, mode).port
-    _refuse_stranger(port)
+    if pids := processes.listeners(port):
+        raise adopt.stranger(port, pids)
     return facts(launch.start(spec, mode), changed=True)
 
 
@@ -129,20 +132,27 @@ def _stopped(spec: RunSpec, server: ServerState | None) -> ServerFacts:
     if server is not None:
         _refuse_foreign_production(spec, "stopped", server)
         launch.stop(spec, server, why="the host goes to stopped")
-    found = _take_over(spec)
-    if found is not None:
+    for found in _take_over(spec):
         launch.stop(spec, found, why="the host goes to stopped")
         up.append(found)
     return ServerFacts("stopped", bool(up), 0, spec.production.port, "", 0.0, "", up[-1].log if up else "")
 
 
-def _take_over(spec: RunSpec) -> ServerState | None:
-    """A server of this host that no record names, on production's or the extraction server's port. Refuses strangers."""
-    for port in dict.fromkeys((spec.production.port, spec.extraction.port)):
-        found = adopt.on_port(spec, port)
-        if found is not None:
-            return launch.adopted(spec, found, port)
-    return None
+def _take_over(spec: RunSpec) -> Iterator[ServerState]:
+    """Servers of this host that no record names: a lost extraction server, then production. Refuses strangers."""
+    if spec.extraction.port != spec.production.port and (lost := adopt.lost_extraction(spec)):
+        yield launch.adopted(spec, lost, spec.extraction.port)
+    if found := adopt.production(spec):
+        yield launch.adopted(spec, found, spec.production.port)
+
+
+def _refuse_held_port(spec: RunSpec, server: ServerState | None) -> None:
+    """Before production is stopped: an extraction port of its own must not be somebody else's."""
+    port = spec.extraction.port
+    if port == spec.production.port or (server is not None and server.port == port) or adopt.lost_extraction(spec):
+        return
+    if pids := processes.listeners(port):
+        raise adopt.stranger(port, pids)
 
 
 def _matches(spec: RunSpec, mode: str, server: ServerState) -> bool:
@@ -208,15 +218,4 @@ def _refuse_foreign_production(spec: RunSpec, mode: str, server: ServerState) ->
             field="production",
             value=server.launch_hash,
             fix="make it the profile's: serve production",
-        )
-
-
-def _refuse_stranger(port: int) -> None:
-    pids = processes.listeners(port)
-    if pids:
-        raise Refused(
-            f"port {port} is held by a stranger: " + "; ".join(processes.describe(p) for p in pids),
-            field="port",
-            value=port,
-            fix="hsx does not touch it: end it, or give the server another port",
         )

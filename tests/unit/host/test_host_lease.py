@@ -1,0 +1,87 @@
+"""The lease: one holder, re-entrant, taken over once it lapsed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from host_lifecycle import clean_up, events, make_spec, verb, wait_for, write_spec
+
+from hsx_host import contract as c
+from hsx_host import lease, procid, state
+from hsx_host.borrow import GuardRecord
+from hsx_host.errors import TryAgain
+
+
+@pytest.fixture
+def spec(tmp_path: Path):
+    spec = make_spec(tmp_path)
+    yield spec
+    clean_up(spec)
+
+
+def test_one_run_holds_it(spec: c.RunSpec) -> None:
+    mine = lease.acquire(spec)
+    assert lease.acquire(spec).since == mine.since
+    with pytest.raises(TryAgain, match="held by run run-1 until"):
+        lease.acquire(replace(spec, run_id="run-2"))
+    assert lease.renew(replace(spec, run_id="run-2")) is None
+    assert lease.release(replace(spec, run_id="run-2")) is None
+    assert lease.read(spec) is not None
+    assert lease.release(spec) is not None
+    assert lease.read(spec) is None
+    assert lease.acquire(replace(spec, run_id="run-2")).run_id == "run-2"
+
+
+def test_a_lapsed_lease_is_taken_over_and_the_journal_says_so(spec: c.RunSpec) -> None:
+    lease.acquire(replace(spec, lease_ttl_s=0.0))
+    taken = lease.acquire(replace(spec, run_id="run-2"))
+    assert taken.run_id == "run-2"
+    assert taken.boot_id == procid.boot_id()
+    assert "lapsed lease taken over" in events(spec)
+    assert lease.renew(spec) is None
+
+
+def test_a_lapsed_lease_of_the_same_run_is_a_new_grant(spec: c.RunSpec) -> None:
+    first = lease.acquire(replace(spec, lease_ttl_s=0.0))
+    second = lease.acquire(spec)
+    assert not lease.same_grant(second, first)
+    assert lease.release(spec, first) is None
+    assert lease.read(spec) == second
+
+
+def test_two_runs_at_once(spec: c.RunSpec, tmp_path: Path) -> None:
+    paths = [write_spec(replace(spec, run_id=f"run-{i}"), tmp_path, f"{i}.json") for i in range(4)]
+    racing = [
+        subprocess.Popen([sys.executable, "-m", "hsx_host", "acquire", "--spec", p], stdout=subprocess.PIPE, text=True)
+        for p in paths
+    ]
+    answers = [p.communicate()[0] for p in racing]
+    assert sorted(p.returncode for p in racing) == [0, 75, 75, 75]
+    winner = lease.read(spec)
+    assert winner is not None
+    for process, answer in zip(racing, answers, strict=True):
+        assert process.returncode == 0 or winner.run_id in c.decode(c.ErrorDoc, answer).message
+
+
+def test_verbs(spec: c.RunSpec, tmp_path: Path) -> None:
+    path = write_spec(spec, tmp_path)
+    assert verb("heartbeat", "--spec", path, check=75)["field"] == "lease"
+    first = verb("acquire", "--spec", path)
+    guard = state.read_document(GuardRecord, Path(spec.host.home, "state", "guard.json"))
+    assert guard is not None
+    assert procid.alive(procid.ProcId(guard.pid, guard.start))
+    verb("acquire", "--spec", path)
+    assert state.read_document(GuardRecord, Path(spec.host.home, "state", "guard.json")) == guard  # one guard a grant
+    assert verb("heartbeat", "--spec", path)["expires"] > first["expires"]
+    other = write_spec(replace(spec, run_id="run-2"), tmp_path, "other.json")
+    assert "run-1" in verb("acquire", "--spec", other, check=75)["message"]
+    assert "run-1" in verb("heartbeat", "--spec", other, check=75)["message"]
+    assert verb("status", "--spec", path)["lease"]["run_id"] == "run-1"
+    assert verb("release", "--spec", path)["run_id"] == "run-1"
+    assert verb("release", "--spec", path)["expires"] == 0.0
+    assert verb("status", "--spec", path)["lease"] is None
+    wait_for(lambda: not procid.alive(procid.ProcId(guard.pid, guard.start)))  # the guard ends after a release

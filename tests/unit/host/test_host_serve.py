@@ -1,0 +1,336 @@
+"""Transitions of the host with a stand-in server: taking over, stopping, starting, refusing, giving back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from host_lifecycle import (
+    FAKES,
+    HOST,
+    clean_up,
+    cmdline,
+    environ,
+    events,
+    free_port,
+    listens,
+    live_lease,
+    make_spec,
+    start_by_hand,
+    verb,
+    wait_for,
+    with_env,
+    write_spec,
+)
+
+from hsx_host import borrow, lease, patch, procid, serve, state
+from hsx_host import contract as c
+from hsx_host.errors import BadInput, Refused, TryAgain
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Iterator[c.RunSpec]:
+    spec = make_spec(tmp_path)
+    yield spec
+    clean_up(spec)
+
+
+@pytest.fixture
+def by_hand() -> Iterator[list[subprocess.Popen[bytes]]]:
+    found: list[subprocess.Popen[bytes]] = []
+    yield found
+    for p in found:
+        p.kill()
+        p.wait()
+
+
+def test_there_and_back(spec: c.RunSpec, by_hand: list[subprocess.Popen[bytes]]) -> None:
+    """Production started by hand comes back with the same arguments, environment and folder, without the plugin."""
+    old = start_by_hand(spec)
+    by_hand.append(old)
+    args, env, cwd = cmdline(old.pid), environ(old.pid), os.readlink(f"/proc/{old.pid}/cwd")
+    first = serve.ensure(spec, "production")
+    assert (first.changed, first.pid, first.mode) == (False, old.pid, "production")
+    live_lease(spec)
+    extraction = serve.ensure(spec, "extraction")
+    assert extraction.changed
+    assert old.poll() is not None
+    assert extraction.plugin_id == patch.source_id()
+    running = environ(extraction.pid)
+    plugin = str(patch.plugin_dir(spec, extraction.plugin_id))
+    assert running["PYTHONPATH"] == f"{plugin}:{FAKES}"
+    assert running["FROM_HAND"] == "yes"
+    spool = serve.extraction_spool(spec)
+    assert running["HSX_CAPTURE_SPEC"] == str(spool / "capture.json")
+    assert json.loads((spool / "capture.json").read_text())["layers"] == [1, 4]
+    assert os.getsid(extraction.pid) == extraction.pid
+    again = serve.ensure(spec, "extraction")
+    assert (again.changed, again.pid) == (False, extraction.pid)
+    with pytest.raises(Refused, match="extraction server runs"):
+        patch.revert(spec)
+    back = serve.ensure(spec, "production")
+    assert back.changed
+    assert not procid.start_ticks(extraction.pid)
+    assert cmdline(back.pid) == args
+    assert environ(back.pid) == env
+    assert os.readlink(f"/proc/{back.pid}/cwd") == cwd
+    patch.revert(spec)
+    assert not Path(spec.host.home, "plugin").exists()
+    assert serve.ensure(spec, "production").pid == back.pid
+
+
+def test_capture_settings_make_another_extraction_server(spec: c.RunSpec) -> None:
+    live_lease(spec)
+    first = serve.ensure(spec, "extraction")
+    other = replace(spec, capture=replace(spec.capture, layers=[2]))
+    second = serve.ensure(other, "extraction")
+    assert second.changed
+    assert second.pid != first.pid
+    assert json.loads((serve.extraction_spool(other) / "capture.json").read_text())["layers"] == [2]
+
+
+def test_a_production_server_of_other_arguments_is_refused_by_name(
+    spec: c.RunSpec, by_hand: list[subprocess.Popen[bytes]]
+) -> None:
+    by_hand.append(start_by_hand(spec, [*spec.production.args, "--tp", "2"], {"PYTHONPATH": str(FAKES)}))
+    live_lease(spec)
+    for mode in ("production", "extraction", "stopped"):
+        with pytest.raises(Refused) as e:
+            serve.ensure(spec, mode)
+        assert "--tp-size: runs with '2', the profile says nothing" in str(e.value)
+        assert "environment NCCL_PROTO: not set where it runs" in str(e.value)
+    assert by_hand[0].poll() is None
+
+
+def test_strangers_on_the_port_are_never_touched(spec: c.RunSpec, by_hand: list[subprocess.Popen[bytes]]) -> None:
+    code = f"import socket,time; s=socket.socket(); s.bind(('{HOST}',{spec.production.port})); s.listen(); time.sleep(600)"
+    by_hand.append(subprocess.Popen([sys.executable, "-c", code]))
+    wait_for(lambda: listens(spec.production.port))
+    live_lease(spec)
+    for mode in ("production", "extraction", "stopped"):
+        with pytest.raises(Refused, match=f"stranger: pid {by_hand[0].pid}, user .*, command"):
+            serve.ensure(spec, mode)
+    assert by_hand[0].poll() is None
+
+
+def test_a_stranger_comes_while_the_host_changes(spec: c.RunSpec) -> None:
+    """The extraction port is somebody's: refused, and production is not stopped for it."""
+    with socket.socket() as s:
+        s.bind((HOST, 0))
+        s.listen()
+        port = s.getsockname()[1]
+        args = [str(port) if a == str(spec.extraction.port) else a for a in spec.extraction.args]
+        spec = replace(spec, extraction=replace(spec.extraction, port=port, args=args))
+        up = serve.ensure(spec, "production")
+        live_lease(spec)
+        with pytest.raises(Refused, match="stranger"):
+            serve.ensure(spec, "extraction")
+        assert serve.ensure(spec, "production").pid == up.pid
+
+
+def test_a_crashed_server_and_its_orphan_are_cleared_before_the_next(spec: c.RunSpec) -> None:
+    shm = f"/dev/shm/hsx-test-{os.getpid()}-{spec.production.port}"
+    live_lease(spec)
+    bad = with_env(spec, "extraction", FAKE_ORPHAN="1", FAKE_SHM=shm)
+    crashed = serve.ensure(bad, "extraction")
+    recorded = state.read_server(spec)
+    assert recorded is not None
+    assert shm in recorded.shm
+    orphan = next(pid for pid, _ in recorded.tree if pid != crashed.pid)
+    os.kill(crashed.pid, signal.SIGKILL)
+    wait_for(lambda: procid.start_ticks(crashed.pid) is None)
+    with pytest.raises(TryAgain, match="no extraction server"):
+        serve.extraction_spool(spec)
+    assert procid.start_ticks(orphan)
+    back = serve.ensure(spec, "production")
+    assert back.mode == "production"
+    assert procid.start_ticks(orphan) is None
+    assert not os.path.exists(shm)
+
+
+def test_a_server_that_dies_ends_the_wait_with_its_log(spec: c.RunSpec) -> None:
+    with pytest.raises(TryAgain, match="asked to"):
+        serve.ensure(with_env(spec, "production", FAKE_DIE="1"), "production")
+    assert verbless_mode(spec) == "stopped"
+    assert serve.ensure(spec, "production").changed
+
+
+def test_a_server_that_is_never_healthy_is_stopped_at_the_deadline(spec: c.RunSpec) -> None:
+    silent = with_env(spec, "production", FAKE_SILENT="1")
+    silent = replace(silent, production=replace(silent.production, start_timeout_s=3.0))
+    with pytest.raises(TryAgain, match="not ready after .*health answers 503"):
+        serve.ensure(silent, "production")
+    assert not listens(spec.production.port)
+
+
+@pytest.mark.parametrize(("how", "word"), [("error", "no such seam"), ("none", "0 of 1 scheduler processes")])
+def test_an_unproved_plugin_is_refused_and_production_comes_back(spec: c.RunSpec, how: str, word: str) -> None:
+    serve.ensure(spec, "production")
+    live_lease(spec)
+    with pytest.raises(Refused, match=word):
+        serve.ensure(with_env(spec, "extraction", FAKE_READY=how), "extraction")
+    assert not listens(spec.production.port)
+    assert serve.ensure(spec, "production").changed
+
+
+def test_a_half_started_server_is_waited_for(spec: c.RunSpec) -> None:
+    """The starter was killed after the launch: the next one finds the server by its record."""
+    first = serve.ensure(spec, "production")
+    recorded = state.read_server(spec)
+    assert recorded is not None
+    state.write_server(spec, replace(recorded, phase="starting", tree=[]))
+    again = serve.ensure(spec, "production")
+    assert again.pid == first.pid
+    recorded = state.read_server(spec)
+    assert recorded is not None
+    assert recorded.phase == "running"
+
+
+def test_an_extraction_server_without_a_record_is_known_by_its_capture_spec(spec: c.RunSpec) -> None:
+    live_lease(spec)
+    lost = serve.ensure(spec, "extraction")
+    state.server_path(spec).unlink()
+    back = serve.ensure(spec, "production")
+    assert back.mode == "production"
+    assert procid.start_ticks(lost.pid) is None
+
+
+def test_the_lease_decides(spec: c.RunSpec) -> None:
+    up = serve.ensure(spec, "production")
+    with pytest.raises(TryAgain, match="holds no lease"):
+        serve.ensure(spec, "extraction")
+    live_lease(replace(spec, run_id="run-2"))
+    for mode in ("production", "extraction", "stopped"):
+        with pytest.raises(TryAgain, match="held by run run-2"):
+            serve.ensure(spec, mode)
+    assert serve.ensure(replace(spec, run_id="run-2"), "production").pid == up.pid
+
+
+def test_production_of_another_profile_is_not_stopped(spec: c.RunSpec) -> None:
+    serve.ensure(spec, "production")
+    live_lease(spec)
+    other = with_env(spec, "production", NCCL_PROTO="Simple")
+    with pytest.raises(Refused, match="another profile"):
+        serve.ensure(other, "extraction")
+    assert serve.ensure(other, "production").changed  # asked for: the profile was changed
+
+
+def test_two_serves_at_once_act_once(spec: c.RunSpec, tmp_path: Path) -> None:
+    path = write_spec(spec, tmp_path)
+    racing = [
+        subprocess.Popen(
+            [sys.executable, "-m", "hsx_host", "serve", "production", "--spec", path], stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(3)
+    ]
+    answers = [json.loads(p.communicate()[0]) for p in racing]
+    assert [a["type"] for a in answers] == ["ServerFacts"] * 3, answers
+    assert sorted(a["changed"] for a in answers) == [False, False, True]
+    assert len({a["pid"] for a in answers}) == 1
+
+
+def test_stopped_and_unknown_managers(spec: c.RunSpec) -> None:
+    live_lease(spec)
+    assert not serve.ensure(spec, "stopped").changed
+    serve.ensure(spec, "production")
+    assert serve.ensure(spec, "stopped").changed
+    assert not listens(spec.production.port)
+    with pytest.raises(BadInput, match="production.manager"):
+        serve.ensure(replace(spec, manager="systemd"), "production")
+
+
+def test_a_step_borrows_and_gives_back(spec: c.RunSpec) -> None:
+    serve.ensure(spec, "production")
+    with borrow.extraction_server(spec) as facts:
+        assert facts.mode == "extraction"
+        held = lease.read(spec)
+        assert held is not None
+        assert held.run_id == spec.run_id
+    assert verbless_mode(spec) == "production"
+    assert lease.read(spec) is None
+    assert not Path(spec.host.home, "plugin").exists()
+    with pytest.raises(ZeroDivisionError), borrow.extraction_server(spec):
+        raise ZeroDivisionError
+    assert verbless_mode(spec) == "production"
+    assert lease.read(spec) is None
+
+
+def test_a_step_leaves_the_server_of_its_setup(spec: c.RunSpec) -> None:
+    borrow.acquire(spec, by_step=False)
+    up = serve.ensure(spec, "extraction")
+    with borrow.extraction_server(spec) as facts:
+        assert facts.pid == up.pid
+        os.kill(up.pid, signal.SIGKILL)
+    with borrow.extraction_server(spec) as facts:  # it crashed: brought about again, still the setup's
+        assert facts.pid != up.pid
+    assert verbless_mode(spec) == "extraction"
+    assert lease.read(spec) is not None
+
+
+def test_of_two_borrowing_steps_the_last_gives_back(spec: c.RunSpec, tmp_path: Path) -> None:
+    serve.ensure(spec, "production")
+    code = (
+        "import sys; from hsx_host.__main__ import read_spec; from hsx_host import borrow\n"
+        "with borrow.extraction_server(read_spec(sys.argv[1])) as f: print(f.pid, flush=True); sys.stdin.readline()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, write_spec(spec, tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout is not None
+    pid = int(other.stdout.readline())
+    with borrow.extraction_server(spec) as facts:
+        assert facts.pid == pid
+    assert verbless_mode(spec) == "extraction"
+    other.communicate("go\n")
+    assert other.returncode == 0
+    assert verbless_mode(spec) == "production"
+
+
+def test_another_run_holds_the_host(spec: c.RunSpec) -> None:
+    live_lease(replace(spec, run_id="run-2"))
+    with pytest.raises(TryAgain, match="run-2"), borrow.extraction_server(spec):
+        raise AssertionError("not reached")
+
+
+def test_the_guard_gives_the_host_back_when_the_lease_lapses(spec: c.RunSpec) -> None:
+    spec = replace(spec, lease_ttl_s=3.0)
+    borrow.acquire(spec, by_step=False)
+    serve.ensure(spec, "extraction")
+    wait_for(lambda: verbless_mode(spec) == "production" and lease.read(spec) is None)
+    assert not Path(spec.host.home, "plugin").exists()
+    assert "lease lapsed: the guard gives the host back" in events(spec)
+    assert serve.ensure(spec, "production").changed is False
+
+
+def test_a_stopped_step_leaves_the_restore_to_the_guard(spec: c.RunSpec) -> None:
+    serve.ensure(spec, "production")
+    with pytest.raises(KeyboardInterrupt), borrow.extraction_server(spec):
+        raise KeyboardInterrupt
+    assert "lease ended early: the guard takes over" in events(spec)
+    wait_for(lambda: verbless_mode(spec) == "production" and lease.read(spec) is None)
+
+
+def test_release_is_refused_while_extraction_runs(spec: c.RunSpec, tmp_path: Path) -> None:
+    live_lease(spec)
+    serve.ensure(spec, "extraction")
+    path = write_spec(spec, tmp_path)
+    assert "serve production first" in verb("release", "--spec", path, check=3)["fix"]
+    status = verb("status", "--health", "--spec", path)
+    assert (status["mode"], status["phase"], status["healthy"]) == ("extraction", "running", True)
+    assert free_port()
+
+
+def verbless_mode(spec: c.RunSpec) -> str:
+    """The mode on record, "stopped" where the server does not live."""
+    server = state.read_server(spec)
+    if server is None or server.phase == "stopped" or not procid.alive(procid.ProcId(server.pid, server.start)):
+        return "stopped"
+    return server.mode if server.phase == "running" else "starting"

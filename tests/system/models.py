@@ -31,7 +31,7 @@ def _config(kind: str) -> Any:
         "tie_word_embeddings": False,
         # transformers' default of 0.02 leaves the blocks almost silent beside the embedding: a layer would look
         # like its neighbour, and a test of layer ids could not fail.
-        "initializer_range": 0.12,
+        "initializer_range": 0.06,
         "rms_norm_eps": 1e-5,
         "dtype": "bfloat16",
     }
@@ -43,7 +43,7 @@ def _config(kind: str) -> Any:
 
 
 def build(kind: str, folder: Path, seed: int = 0) -> Path:
-    """Write a random checkpoint of ``kind`` ("llama" or "qwen3") to ``folder`` and return it; a tokenizer goes with it."""
+    """Write a random checkpoint of ``kind`` ("llama" or "qwen3"), with a tokenizer, to ``folder`` and return it."""
     import torch
     import transformers
 

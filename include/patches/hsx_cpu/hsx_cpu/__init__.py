@@ -9,5 +9,5 @@ from __future__ import annotations
 
 
 def activate() -> str:
-    """Entry point of group ``sglang.srt.platforms``: the platform class by name, imported by SGLang when it needs it."""
+    """Entry point of group ``sglang.srt.platforms``: the platform class by name, for SGLang to import."""
     return "hsx_cpu.platform.TorchCpuPlatform"

@@ -1,0 +1,159 @@
+"""Writer threads: from a slot of the ring into the sample's file, and its record at the end.
+
+A sample always goes to the same writer, so that its chunks stay in order and its CRCs can run on. The threads spend
+their time in ``os.pwrite`` and ``zlib.crc32``, which release the interpreter's lock. Nothing raised here leaves the
+thread: it becomes the ``error`` of the sample's record.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hsx_capture import spec
+from hsx_capture.layout import Block, file_bytes
+from hsx_capture.ring import Slot
+from hsx_capture.sample import Progress, Sample
+
+log = logging.getLogger("hsx_capture")
+
+# Checksummed and written piece by piece, so that the second pass over a piece finds it in the cache.
+_PIECE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows ``[slot_row, slot_row + rows)`` of a slot are the sample's rows from ``first_row`` on."""
+
+    sample: Sample
+    slot: Slot
+    slot_row: int
+    first_row: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The sample can't be completed, for a reason that the scheduler's side found."""
+
+    sample: Sample
+    reason: str
+
+
+class Writers:
+    """``count`` threads; ``row_bytes`` is one row of one plane."""
+
+    def __init__(self, count: int, spool: Path, row_bytes: int) -> None:
+        self._spool, self._row_bytes = spool, row_bytes
+        self._queues: list[queue.SimpleQueue[Chunk | Failure | None]] = [queue.SimpleQueue() for _ in range(count)]
+        self._threads = [
+            threading.Thread(target=self._run, args=(q,), name=f"hsx-writer-{i}", daemon=True)
+            for i, q in enumerate(self._queues)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, job: Chunk | Failure) -> None:
+        """Hand a job to its sample's writer; never waits (the ring bounds what is under way)."""
+        self._queues[zlib.crc32(job.sample.rid.encode()) % len(self._queues)].put(job)
+
+    def close(self) -> None:
+        """Let the threads finish what is queued, and end them."""
+        for q in self._queues:
+            q.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, jobs: queue.SimpleQueue[Chunk | Failure | None]) -> None:
+        while (job := jobs.get()) is not None:
+            try:
+                self._do(job)
+            except Exception as e:
+                self._fail(job.sample, f"{type(e).__name__}: {e}")
+            finally:
+                if isinstance(job, Chunk):
+                    job.slot.release()
+
+    def _do(self, job: Chunk | Failure) -> None:
+        if isinstance(job, Failure):
+            self._fail(job.sample, job.reason)
+        elif not job.sample.answered:
+            self._write(job)
+
+    def _fail(self, sample: Sample, reason: str) -> None:
+        if not sample.answered:
+            log.warning("%s: %s", sample.rid, reason)
+            self._answer(sample, reason)
+
+    def _answer(self, sample: Sample, error: str = "") -> None:
+        sample.answered = True
+        try:
+            spec.write(sample.record(error), self._spool / f"{sample.rid}.done.json")
+        except OSError as e:  # the client's deadline is all that is left
+            log.error("%s: its record can't be written: %s", sample.rid, e)
+
+    def _write(self, chunk: Chunk) -> None:
+        sample, request = chunk.sample, chunk.sample.request
+        assert request is not None
+        chunk.slot.wait()
+        if chunk.first_row == 0:
+            sample.progress = Progress(len(request.planes))
+        progress = sample.progress
+        if progress is None or progress.rows != chunk.first_row:
+            raise RuntimeError(f"rows from {chunk.first_row} came out of order")
+        rows = slice(chunk.slot_row, chunk.slot_row + chunk.rows)
+        fd = os.open(request.path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            size, needed = os.fstat(fd).st_size, file_bytes(sample.blocks, request.tokens, self._row_bytes)
+            if size < needed:
+                raise ValueError(f"CaptureRequest.path: {request.path} has {size} bytes, the row map needs {needed}")
+            for i, block in enumerate(sample.blocks):
+                self._write_block(fd, block, chunk.slot.block(i, self._row_bytes)[rows], chunk.first_row, progress)
+        finally:
+            os.close(fd)
+        progress.see_ids(chunk.slot.ids()[rows])
+        progress.see_stats(chunk.slot.stats()[rows])
+        progress.rows += chunk.rows
+        progress.chunks += 1
+        if progress.rows == request.tokens:
+            if progress.ids_crc32 == request.ids_crc32:
+                self._answer(sample)
+            else:
+                self._fail(
+                    sample,
+                    f"the server's token ids have CRC {progress.ids_crc32}, "
+                    f"CaptureRequest.ids_crc32 says {request.ids_crc32}",
+                )
+
+    def _write_block(
+        self, fd: int, block: Block, data: np.ndarray[Any, Any], first_row: int, progress: Progress
+    ) -> None:
+        """Write ``data``, uint8 [rows, planes, row_bytes], to the block's rows from ``first_row`` on."""
+        width = block.planes * self._row_bytes
+        step = max(1, _PIECE // width)
+        for r in range(0, len(data), step):
+            piece = data[r : r + step]
+            at = block.offset + (first_row + r) * block.row_stride
+            if block.row_stride == width:
+                _pwrite(fd, memoryview(piece.reshape(-1)), at)
+            else:
+                for j in range(len(piece)):
+                    _pwrite(fd, memoryview(piece[j].reshape(-1)), at + j * block.row_stride)
+            for p in range(block.planes):
+                plane = np.ascontiguousarray(piece[:, p])
+                progress.crc32[block.first + p] = zlib.crc32(plane, progress.crc32[block.first + p])
+        progress.bytes += data.nbytes
+
+
+def _pwrite(fd: int, data: memoryview, offset: int) -> None:
+    while data.nbytes:
+        done = os.pwrite(fd, data, offset)
+        data, offset = data[done:], offset + done

@@ -14,7 +14,8 @@ ROOMS = {
     "plugins/hsx_operators": {"airflow", "paramiko", "asyncssh", "pydantic", "pydantic_core", "yaml", "hsx_operators",
                               "hsx_host"},
     "include/hsx_host": {"requests", "numpy", "safetensors", "torch", "psutil", "xxhash", "hsx_host"},
-    "include/patches": {"torch", "sglang", "hsx_capture", "hsx_cpu"},
+    # numpy to psutil: what torch and SGLang bring with them; nothing is installed for the patches
+    "include/patches": {"torch", "sglang", "numpy", "safetensors", "packaging", "psutil", "hsx_capture", "hsx_cpu"},
 }  # fmt: skip
 
 

@@ -1,0 +1,122 @@
+"""A real SSH server, a host folder with every awkward character in its name, and a tiny real model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ["AIRFLOW_HOME"] = tempfile.mkdtemp(prefix="hsx-airflow-")
+os.environ["AIRFLOW__CORE__LOAD_EXAMPLES"] = "False"
+
+from hsx_demo.sshd import SshServer, start_sshd
+from hsx_host import contract as c
+from hsx_operators.bundle import Bundle, make_bundle
+from hsx_operators.hook import GpuHostHook
+
+REPO = Path(__file__).resolve().parents[2]
+CONN = "hsx_test_host"
+
+
+@pytest.fixture(scope="session")
+def host_python() -> str:
+    """The Python that has SGLang."""
+    python = os.environ.get("HSX_HOST_PYTHON", "")
+    if not python:
+        pytest.fail("HSX_HOST_PYTHON is not set: the Python that runs SGLang (make test sets it)")
+    return python
+
+
+@pytest.fixture(scope="session")
+def bundle() -> Bundle:
+    """The program as it is now."""
+    return make_bundle()
+
+
+@pytest.fixture(scope="session")
+def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
+    """The borrowed host's door."""
+    server = start_sshd(tmp_path_factory.mktemp("sshd"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory, host_python: str) -> Path:
+    """A random llama of 8 blocks, made by the Python that has torch."""
+    folder = tmp_path_factory.mktemp("model") / "llama"
+    code = "import pathlib, sys, models; models.build('llama', pathlib.Path(sys.argv[1]))"
+    env = {**os.environ, "PYTHONPATH": str(REPO / "tests" / "system")}
+    subprocess.run([host_python, "-c", code, str(folder)], env=env, check=True, capture_output=True, timeout=300)
+    return folder
+
+
+@pytest.fixture
+def connection(sshd: SshServer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets the Airflow connection, with overrides for what should be wrong with it."""
+
+    def set_connection(**overrides: Any) -> None:
+        body = json.loads(sshd.connection(**overrides))
+        body["extra"] = {k: v for k, v in body["extra"].items() if v is not None}
+        monkeypatch.setenv(f"AIRFLOW_CONN_{CONN.upper()}", json.dumps(body))
+
+    set_connection()
+    return set_connection
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """hsx's folder on the host: spaces, quotes and what a shell would act on."""
+    return tmp_path / 'a b\'s "home" $(touch HIT) ;x&'
+
+
+@pytest.fixture
+def spec(tmp_path: Path, home: Path, host_python: str, tiny_model: Path) -> c.RunSpec:
+    """A small run against no server."""
+    data = tmp_path / "data 'set.jsonl"
+    rows = [{"input_ids": [5 + i] * (10 + i), "loss_mask": [1] * (10 + i)} for i in range(6)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    server = c.ServerSettings(args=["--model-path", str(tiny_model)], env={}, host="127.0.0.1", port=24999)
+    return c.RunSpec(
+        run_id="run 1",
+        profile="test",
+        manager="process",
+        host=c.HostSettings(python=host_python, home=str(home), output_root=str(tmp_path / "out put")),
+        production=server,
+        extraction=replace(server, args=[*server.args, "--disable-radix-cache"]),
+        model=c.ModelSettings(path=str(tiny_model)),
+        capture=c.CaptureSettings(layers=[1, 4, 6], formats=["speculators_v1"]),
+        data=c.DataSettings(path=str(data), name="set", shard_size=4),
+        benchmark=c.BenchmarkSettings(enabled=False, loads={}),
+        cleanup=c.CleanupSettings(policy="never", reserve_bytes=0),
+        lease_ttl_s=60.0,
+    )
+
+
+@pytest.fixture
+def hook(connection: Callable[..., None], host_python: str, home: Path, bundle: Bundle) -> Iterator[GpuHostHook]:
+    """The hook, with the program shipped."""
+    with GpuHostHook(CONN, host_python, str(home)) as made:
+        made.ship(bundle)
+        yield made
+
+
+@pytest.fixture
+def host(hook: GpuHostHook, spec: c.RunSpec) -> dict[str, Any]:
+    """What plan answers about the host."""
+    return {
+        "ssh_conn_id": CONN,
+        "python": hook.python,
+        "home": hook.home,
+        "bundle": hook.bundle,
+        "bundle_dir": hook.bundle_dir,
+        "spec_path": hook.put_document(spec),
+        "shard_retries": 0,
+    }

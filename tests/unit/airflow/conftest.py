@@ -1,0 +1,9 @@
+"""Airflow reads its folder when it is imported: give it one of this session's own."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+os.environ["AIRFLOW_HOME"] = tempfile.mkdtemp(prefix="hsx-airflow-")
+os.environ["AIRFLOW__CORE__LOAD_EXAMPLES"] = "False"

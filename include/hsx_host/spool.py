@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-
 @dataclass(frozen=True)
 class CaptureSpec:
     """``HSX_CAPTURE_SPEC`` names a file with this. Requests whose rid does not start with ``rid_prefix`` are ignored."""
@@ -36,7 +35,11 @@ class Plane:
 
 @dataclass(frozen=True)
 class CaptureRequest:
-    """``<spool>/<rid>.json``, written by the client before it posts. Planes: the layers in ascending order, then ``final``."""
+    """``<spool>/<rid>.json``, written by the client before it posts. Planes: the layers in ascending order, then ``final``.
+
+    Planes are named ``layer_<k>`` and ``final``. ``ids_crc32`` (here and in the record) runs over the ids as
+    little-endian int64, in row order.
+    """
 
     rid: str
     path: str

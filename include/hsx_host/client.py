@@ -1,0 +1,260 @@
+"""One sample through the extraction server: lay the file out, ask, wait for the plugin's record, check everything.
+
+Nothing here decides about retries or names: a try either gives a whole, checked, unpublished file, or a reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import requests
+
+from hsx_host.contract import ContractError, RunSpec, decode, encode
+from hsx_host.dataset import Sample
+from hsx_host.formats import DirectFormat, Laid, Shape
+from hsx_host.spool import CaptureRecord, CaptureRequest
+
+_POLL_FIRST_S, _POLL_MOST_S = 0.001, 0.05
+_GONE_AFTER_S = 3.0  # a killed server's main process may outlive its sockets by a moment
+
+
+class SampleFault(Exception):
+    """A try of one sample failed. ``final``: the server refused the request itself, so that a retry can't help."""
+
+    def __init__(self, reason: str, *, final: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.final = reason, final
+
+
+class ServerGone(Exception):
+    """The extraction server is gone: no sample's fault."""
+
+
+class NoSpace(Exception):
+    """The data set's file system is full: no sample's fault."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A live extraction server: where it listens, its spool, and whether its main process still lives."""
+
+    url: str
+    spool: Path
+    alive: Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A whole and checked file that has no final name yet."""
+
+    path: Path
+    bytes: int
+    crc32: dict[str, int]
+    next_token: int
+    rid: str
+    text: str
+
+
+def live_engine(spec: RunSpec) -> Engine:
+    """The extraction server that runs now (inside ``borrow.extraction_server``)."""
+    from hsx_host import procid, serve, servers, state
+
+    spool = serve.extraction_spool(spec)
+    server = state.read_server(spec)
+    assert server is not None
+    main = procid.ProcId(server.pid, server.start)
+    return Engine(servers.url(spec.extraction), spool, lambda: procid.alive(main))
+
+
+class Client:
+    """Asks for samples; safe for many threads (each has an HTTP session of its own).
+
+    :param folder: where unfinished files lie, on the data set's own file system.
+    :param timeout_s: how long one try may take, from the request to the plugin's record.
+    """
+
+    def __init__(self, engine: Engine, form: DirectFormat, shape: Shape, folder: Path, timeout_s: float) -> None:
+        self._engine, self._form, self._shape = engine, form, shape
+        self._folder, self._timeout_s = folder, timeout_s
+        self._local = threading.local()
+        self._flying: set[str] = set()
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def capture(self, sample: Sample) -> Captured:
+        """One try of one sample.
+
+        :raises SampleFault: with the reason; ``ServerGone``, ``NoSpace``: nothing is wrong with the sample.
+        """
+        rid = f"hsx-{uuid.uuid4().hex}"
+        path = self._folder / f"{rid}.part"
+        self._flying.add(rid)
+        try:
+            laid = self._lay_out(path, sample)
+            request = CaptureRequest(rid, str(path), len(sample.ids), laid.crcs["input_ids"], laid.planes)
+            _write(self._engine.spool / f"{rid}.json", encode(request))
+            deadline = time.monotonic() + self._timeout_s
+            answer = self._generate(rid, sample)
+            record = self._record(rid, deadline)
+            captured = self._check(path, sample, laid, answer, record)
+            self._form.complete(path, captured.crc32, self._shape)
+            return captured
+        except BaseException as e:
+            path.unlink(missing_ok=True)
+            if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise NoSpace(str(e)) from None
+            raise
+        finally:
+            self._flying.discard(rid)
+            for name in (f"{rid}.json", f"{rid}.done.json"):
+                (self._engine.spool / name).unlink(missing_ok=True)
+
+    def abort(self) -> None:
+        """Tell the server to drop what is in flight, so that waiting threads end soon."""
+        for rid in list(self._flying):
+            with contextlib.suppress(requests.RequestException):
+                requests.post(f"{self._engine.url}/abort_request", json={"rid": rid}, timeout=5)
+
+    def _lay_out(self, path: Path, sample: Sample) -> Laid:
+        needed = self._form.file_bytes(len(sample.ids), self._shape)
+        disk = os.statvfs(self._folder)
+        if disk.f_bavail * disk.f_frsize < needed:  # the file is sparse: the plugin would be the one to run out
+            raise NoSpace(f"{disk.f_bavail * disk.f_frsize} bytes are free, the next sample needs {needed}")
+        return self._form.lay_out(path, sample.ids, sample.mask, self._shape)
+
+    def _generate(self, rid: str, sample: Sample) -> dict[str, Any]:
+        body = {
+            "rid": rid,
+            "input_ids": sample.ids.tolist(),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True},
+            "stream": False,
+        }
+        try:
+            answer = self._session().post(f"{self._engine.url}/generate", json=body, timeout=(10, self._timeout_s))
+        except requests.Timeout:
+            self._gone("no answer")
+            raise SampleFault(f"no answer from the server in {self._timeout_s:.0f} s") from None
+        except requests.RequestException as e:
+            self._gone(str(e), patience_s=_GONE_AFTER_S)
+            raise SampleFault(f"the connection broke: {e}") from None
+        if answer.status_code != 200:
+            # SGLang answers 400 to a request that it won't take and to one that was aborted: only the first is final
+            text = answer.text[:300]
+            final = answer.status_code == 400 and "abort" not in text.lower()
+            raise SampleFault(f"the server answered {answer.status_code}: {text}", final=final)
+        try:
+            found = answer.json()
+        except ValueError:
+            raise SampleFault(f"the server's answer is not JSON: {answer.text[:200]!r}") from None
+        if not isinstance(found, dict) or not isinstance(found.get("meta_info"), dict):
+            raise SampleFault(f"the server's answer has no meta_info: {answer.text[:200]!r}")
+        return found
+
+    def _record(self, rid: str, deadline: float) -> CaptureRecord:
+        """Wait for the plugin's record: its writers finish a little behind the answer."""
+        file = self._engine.spool / f"{rid}.done.json"
+        wait, checked = _POLL_FIRST_S, time.monotonic()
+        while True:
+            try:
+                return decode(CaptureRecord, file.read_bytes())
+            except FileNotFoundError:
+                pass
+            except ContractError as e:
+                raise SampleFault(f"the plugin's record does not fit: {e}") from None
+            now = time.monotonic()
+            if now > deadline:
+                raise SampleFault(f"the server answered, the plugin wrote no record in {self._timeout_s:.0f} s")
+            if now - checked > 1:
+                checked = now
+                self._gone("waiting for the plugin's record")
+            time.sleep(wait)
+            wait = min(wait * 1.5, _POLL_MOST_S)
+
+    def _check(self, path: Path, sample: Sample, laid: Laid, answer: dict[str, Any], record: CaptureRecord) -> Captured:
+        meta, sent = answer["meta_info"], len(sample.ids)
+        cached, seen = meta.get("cached_tokens"), meta.get("prompt_tokens")
+        text = f"{sent} sent, {record.rows} dumped, {cached} cached"
+        if record.error:
+            if "No space left" in record.error or "Disk quota" in record.error:
+                raise NoSpace(record.error)
+            raise SampleFault(f"{text}: the plugin says: {record.error}")
+        problems = []
+        if record.rows != sent:
+            problems.append(f"{record.rows} rows for {sent} tokens")
+        if seen != sent:
+            problems.append(f"the server counted {seen} prompt tokens")
+        if cached != 0:
+            problems.append(f"{cached} tokens came from a cache (is the radix cache on?)")
+        if record.ids_crc32 != laid.crcs["input_ids"]:
+            problems.append("the model saw other token ids")
+        if [p.name for p in record.planes] != self._shape.planes:
+            problems.append(f"planes {[p.name for p in record.planes]} instead of {self._shape.planes}")
+        for plane in record.planes:
+            if not plane.finite:
+                problems.append(f"{plane.name} is not finite")
+            elif plane.zero:
+                problems.append(f"{plane.name} is all zero")
+            elif plane.constant:
+                problems.append(f"{plane.name} is constant")
+        tokens = answer.get("output_ids")
+        if not isinstance(tokens, list) or len(tokens) != 1 or type(tokens[0]) is not int:
+            problems.append(f"output_ids are {tokens!r} instead of one token")
+        size = path.stat().st_size
+        if size != laid.bytes:
+            problems.append(f"the file has {size} bytes instead of {laid.bytes}")
+        if problems:
+            raise SampleFault(f"{text}: " + "; ".join(problems))
+        crcs = laid.crcs | {p.name: p.crc32 for p in record.planes}
+        return Captured(path, laid.bytes, crcs, int(tokens[0]) if tokens else -1, record.rid, text)
+
+    def _session(self) -> requests.Session:
+        if not hasattr(self._local, "session"):
+            self._local.session = requests.Session()
+            self._local.session.trust_env = False  # the server is on this host: no proxy stands between
+        session: requests.Session = self._local.session
+        return session
+
+    def _gone(self, why: str, patience_s: float = 0.0) -> None:
+        """Raise ServerGone where the server's main process is gone, or refuses connections."""
+        end = time.monotonic() + patience_s
+        while True:
+            if not self._engine.alive():
+                _gone(f"its main process is gone ({why})")
+            try:
+                self._session().get(f"{self._engine.url}/health", timeout=5)
+            except requests.ConnectTimeout:
+                pass
+            except requests.ConnectionError:
+                _gone(f"it takes no connection ({why})")
+            except requests.RequestException:
+                pass
+            if time.monotonic() >= end:
+                return
+            time.sleep(0.2)
+
+
+def _gone(why: str) -> NoReturn:
+    raise ServerGone(f"the extraction server is gone: {why}")
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all, for another process that may look at once; the spool needs no fsync."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def ready_norm_class(spool: Path) -> str:
+    """The class of the model's final norm, as the plugin saw it."""
+    for file in sorted(spool.glob("ready-*.json")):
+        return str(json.loads(file.read_text()).get("norm_class", ""))
+    return ""

@@ -1,0 +1,285 @@
+"""Extract one shard: every sample of the plan that is not published yet, several in flight, longest first.
+
+A sample is published by fsync, rename and a synced line in the manifest, in that order, so that a crash
+at any moment loses at most what was in flight. What fails is tried again, then stands in ``failures.jsonl``
+with its reason, and the verb ends with 75: another call does only what is missing. A dead server or a full disk
+ends the verb at once and costs no sample a try.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import shutil
+import threading
+import time
+from argparse import ArgumentParser, Namespace
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hsx_host import borrow, formats, proof, state
+from hsx_host.client import Captured, Client, NoSpace, SampleFault, ServerGone, live_engine, ready_norm_class
+from hsx_host.contract import PlanResult, RunSpec, ShardSummary
+from hsx_host.dataset import Sample
+from hsx_host.errors import BadInput, Refused, TryAgain
+from hsx_host.fingerprint import DatasetSemantics, opened
+from hsx_host.manifest import Failed, Ledger, Published, failures, remove_leftovers, resume, rewrite
+from hsx_host.progress import Progress, log
+from hsx_host.shards import ShardFiles, ShardInput, read_input, shard_name, sync_folder
+
+HELP = "extract one shard: resumable, concurrent, self-checking"
+
+_STOP_WAIT_S = 15.0
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--shard", type=int, required=True, metavar="N", help="the shard's number, from plan")
+
+
+def run(spec: RunSpec, args: Namespace) -> ShardSummary:
+    """Extract a shard; TryAgain names what is missing and why, Refused a failed proof."""
+    dataset, meaning = opened(spec)
+    files = ShardFiles(dataset, args.shard)
+    if not files.folder.is_dir():
+        raise BadInput(
+            "the plan has no such shard", field="--shard", value=args.shard, fix="see plan.json of the data set"
+        )
+    with state.locked(files.lock, wait_s=0, what=f"shard {args.shard:05d}"):
+        return _Shard(spec, dataset, meaning, files).extract()
+
+
+@dataclass
+class _Work:
+    """What the threads share. ``todo`` holds positions of the shard's input, longest sample first."""
+
+    todo: deque[int]
+    tries: dict[int, int] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    stop: threading.Event = field(default_factory=threading.Event)
+    ended: queue.SimpleQueue[Exception | None] = field(default_factory=queue.SimpleQueue)  # one entry a thread
+    left: int = 0  # samples without a verdict
+    tokens: int = 0
+    bytes: int = 0
+
+
+class _Shard:
+    def __init__(self, spec: RunSpec, dataset: Path, meaning: DatasetSemantics, files: ShardFiles) -> None:
+        self._spec, self._dataset, self._meaning, self._files = spec, dataset, meaning, files
+        self._form = formats.direct(meaning.formats)
+        self._shape = formats.Shape(meaning.planes, meaning.hidden_size, meaning.dtype)
+        self._folder = dataset / self._form.FOLDER
+        self._input: ShardInput = read_input(files)
+        first, size = files.id * meaning.shard_size, meaning.shard_size
+        self._names = {row: self._form.file_name(row) for row in range(first, first + size)}
+        self._published: dict[int, Published] = {}
+        self._failed: dict[int, Failed] = {}
+
+    def extract(self) -> ShardSummary:
+        began = time.monotonic()
+        todo = self._resume()
+        work = _Work(todo=deque(todo), left=len(todo))
+        if todo:
+            try:
+                with borrow.extraction_server(self._spec):
+                    self._extract(work)
+            finally:
+                shutil.rmtree(self._files.tmp, ignore_errors=True)
+        summary = self._summary(work, len(todo), time.monotonic() - began)
+        self._verdict(summary)
+        return summary
+
+    def _resume(self) -> list[int]:
+        """Bring manifest and folder into agreement; what is left to do, longest first."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        hashes = self._input.hashes()
+        self._published = resume(self._dataset, self._files.manifest, hashes, log)
+        shutil.rmtree(self._files.tmp, ignore_errors=True)
+        gone = remove_leftovers(self._folder, self._dataset, self._names, self._published)
+        if gone:
+            log(f"removed {len(gone)} files that are not in the manifest: {', '.join(gone[:5])}")
+        todo = [i for i, row in enumerate(self._input.rows.tolist()) if row not in self._published]
+        if failures(self._files.failures):  # their rows get a new verdict now
+            rewrite(self._files.failures, [])
+        lengths = self._input.offsets[1:] - self._input.offsets[:-1]
+        return sorted(todo, key=lambda i: -int(lengths[i]))
+
+    def _extract(self, work: _Work) -> None:
+        engine = live_engine(self._spec)
+        proof.keep_norm(engine.spool, ready_norm_class(engine.spool), self._dataset)
+        client = Client(engine, self._form, self._shape, self._files.tmp, self._spec.data.request_timeout_s)
+        published: Ledger[Published] = Ledger(self._files.manifest)
+        failed: Ledger[Failed] = Ledger(self._files.failures)
+        count = max(1, min(self._spec.data.concurrency, len(work.todo)))
+        threads = [
+            threading.Thread(target=self._worker, args=(client, work, published, failed), daemon=True)
+            for _ in range(count)
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            self._watch(work, len(threads))
+        finally:
+            work.stop.set()
+            if any(t.is_alive() for t in threads):
+                client.abort()
+            end = time.monotonic() + _STOP_WAIT_S
+            for thread in threads:
+                thread.join(max(0.0, end - time.monotonic()))
+            with work.lock:  # no thread appends any more once this is held: they look at ``stop`` under it
+                published.close()
+                failed.close()
+
+    def _watch(self, work: _Work, threads: int) -> None:
+        """Until every thread has ended: tell progress. The first error of a thread that is no sample's ends all."""
+        total = work.left
+        progress = Progress("extract", total)
+        progress.update(0)
+        while threads:
+            try:
+                error = work.ended.get(timeout=1)
+                threads -= 1
+            except queue.Empty:
+                error = None
+            with work.lock:
+                done, tokens, size = total - work.left, work.tokens, work.bytes
+            progress.update(done, tokens=tokens, bytes=size)
+            if error is not None:
+                work.stop.set()
+                raise self._translated(error, work)
+
+    def _translated(self, error: Exception, work: _Work) -> Exception:
+        left = f"{work.left} samples of shard {self._files.id:05d} are left"
+        if isinstance(error, ServerGone):
+            return TryAgain(
+                f"{error}; {left}",
+                field="extraction",
+                value=self._spec.extraction.port,
+                fix="read the server's log; run this shard again, it does only what is missing",
+            )
+        if isinstance(error, NoSpace):
+            needed = sum(
+                self._form.file_bytes(n, self._shape)
+                for row, n in self._input.lengths().items()
+                if row not in self._published
+            )
+            return TryAgain(
+                f"no space: {error}; {left}, which need {needed} bytes",
+                field="host.output_root",
+                value=self._dataset,
+                fix="make room, then run this shard again: it does only what is missing",
+            )
+        return error
+
+    def _worker(self, client: Client, work: _Work, published: Ledger[Published], failed: Ledger[Failed]) -> None:
+        try:
+            while not work.stop.is_set():
+                with work.lock:
+                    if not work.left:
+                        break
+                    i = work.todo.popleft() if work.todo else None
+                if i is None:  # others' samples may still come back for another try
+                    work.stop.wait(0.05)
+                    continue
+                self._one(i, client, work, published, failed)
+            work.ended.put(None)
+        except Exception as e:
+            work.ended.put(e)
+
+    def _one(self, i: int, client: Client, work: _Work, published: Ledger[Published], failed: Ledger[Failed]) -> None:
+        sample = self._input.sample(i)
+        try:
+            captured = client.capture(sample)
+        except SampleFault as fault:
+            with work.lock:
+                if work.stop.is_set():
+                    return  # its request was aborted by us
+                tries = work.tries[i] = work.tries.get(i, 0) + 1
+                if not fault.final and tries < self._spec.data.tries:
+                    log(f"row {sample.row}, try {tries} of {self._spec.data.tries}: {fault.reason}")
+                    work.todo.append(i)
+                    return
+                log(f"row {sample.row} failed after {tries} tries: {fault.reason}")
+                line = Failed(sample.row, len(sample.ids), sample.hash.hex(), fault.reason, tries, time.time())
+                failed.append(line)
+                self._failed[sample.row] = line
+                work.left -= 1
+            return
+        self._publish(sample, captured, work, published)
+
+    def _publish(self, sample: Sample, captured: Captured, work: _Work, published: Ledger[Published]) -> None:
+        """Data first, then its name, then the manifest."""
+        name = self._form.file_name(sample.row)
+        try:
+            fd = os.open(captured.path, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            line = Published(
+                index=sample.row,
+                tokens=len(sample.ids),
+                file=f"{self._form.FOLDER}/{name}",
+                bytes=captured.bytes,
+                ids_hash=sample.hash.hex(),
+                crc32=captured.crc32,
+                next_token=captured.next_token,
+                rid=captured.rid,
+                time=time.time(),
+            )
+            with work.lock:
+                if work.stop.is_set():
+                    captured.path.unlink(missing_ok=True)
+                    return
+                captured.path.replace(self._folder / name)
+                sync_folder(self._folder)
+                published.append(line)
+                self._published[sample.row] = line
+                work.left -= 1
+                work.tokens += line.tokens
+                work.bytes += line.bytes
+        except OSError as e:
+            if e.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise NoSpace(str(e)) from None
+            raise
+
+    def _summary(self, work: _Work, todo: int, seconds: float) -> ShardSummary:
+        lines = list(self._published.values())
+        seed = f"{self._meaning.dataset_id} {self._files.id}"
+        chosen = proof.seeded(lines, self._spec.data.proof_samples, seed)
+        text, problems = proof.prove_published(self._spec.model.path, self._dataset, self._meaning, chosen)
+        if problems:
+            raise Refused(
+                f"the next-token proof failed in shard {self._files.id:05d} ({text}): " + "; ".join(problems[:5]),
+                field="shard",
+                value=self._files.id,
+                fix="these states are wrong: run probe, look at the capture plugin, remove the shard's files",
+            )
+        plan = state.read_document(PlanResult, self._dataset / "plan.json")
+        rows = plan.rows if plan else int(self._input.rows[-1]) + 1
+        return ShardSummary(
+            shard=self._files.id,
+            name=shard_name(self._files.id, self._meaning.shard_size, rows),
+            samples=len(self._input),
+            published=len(lines),
+            extracted=todo - len(self._failed),
+            failed=len(self._failed),
+            tokens=sum(line.tokens for line in lines),
+            bytes=sum(line.bytes for line in lines),
+            seconds=round(seconds, 3),
+            tok_s=round(work.tokens / seconds, 1) if seconds > 0 else 0.0,
+            proof=text,
+            failures=[f"row {f.index} after {f.tries} tries: {f.reason}" for f in list(self._failed.values())[:20]],
+        )
+
+    def _verdict(self, summary: ShardSummary) -> None:
+        missing = summary.samples - summary.published
+        if missing:
+            raise TryAgain(
+                f"{missing} of {summary.samples} samples of shard {summary.shard:05d} are not published: "
+                + "; ".join(summary.failures[:5]),
+                field="failures.jsonl",
+                value=self._files.failures,
+                fix="run this shard again: it does only these",
+            )

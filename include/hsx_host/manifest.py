@@ -1,0 +1,163 @@
+"""``manifest.jsonl`` and ``failures.jsonl``: what is published, and what is not and why.
+
+The manifest is the only truth of a data set. A line is written and synced after its file has its final
+name; a file without a line does not count, and a line whose file is missing or of another size does not either.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from hsx_host.contract import ContractError, decode, encode
+from hsx_host.errors import Refused
+from hsx_host.shards import write_whole
+
+
+@dataclass(frozen=True)
+class Published:
+    """One line of the manifest. ``file`` is relative to the data set's folder; ``crc32`` by data record of the file."""
+
+    index: int
+    tokens: int
+    file: str
+    bytes: int
+    ids_hash: str
+    crc32: dict[str, int]
+    next_token: int
+    rid: str
+    time: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """One line of the failures: a sample that was tried and is not published."""
+
+    index: int
+    tokens: int
+    ids_hash: str
+    reason: str
+    tries: int
+    time: float
+
+
+Line = TypeVar("Line", Published, Failed)
+
+
+class Ledger(Generic[Line]):
+    """An append-only file of typed lines. One process writes (it holds the shard's lock); anyone reads."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def append(self, line: Line) -> None:
+        """Write one line and make it last. A line that could not be written whole (ENOSPC) is cut off again."""
+        data = (encode(line) + "\n").encode()
+        size = os.fstat(self._fd).st_size
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+            os.fsync(self._fd)
+        except OSError:
+            os.ftruncate(self._fd, size)
+            raise
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def read_lines(path: Path, cls: type[Line]) -> tuple[list[Line], bool]:
+    """Every whole line, and whether the last one was only half written (a crash) and left out.
+
+    :raises Refused: where any other line can't be read: then the file was changed by something else than hsx.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return [], False
+    *whole, half = data.split(b"\n")
+    lines = []
+    for number, line in enumerate(whole):
+        try:
+            lines.append(decode(cls, line))
+        except ContractError as e:
+            raise Refused(
+                f"line {number + 1} can't be read: {e}",
+                field=path.name,
+                value=path,
+                fix="restore the file, or move the shard's folder away and extract it again",
+            ) from None
+    return lines, bool(half)
+
+
+def newest(lines: Iterable[Line]) -> dict[int, Line]:
+    """The line that counts for each row: the last one."""
+    return {line.index: line for line in lines}
+
+
+def rewrite(path: Path, lines: Iterable[Published | Failed]) -> None:
+    """Put other lines in the file's place, atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, "".join(encode(line) + "\n" for line in lines).encode())
+
+
+def standing(dataset: Path, line: Published, ids_hash: bytes | None) -> str:
+    """Empty where a line counts: same sample as in the plan, and a file of the right size. Else why it does not."""
+    if ids_hash is None:
+        return "is not in the plan"
+    if line.ids_hash != ids_hash.hex():
+        return "was another sample"
+    try:
+        size = os.stat(dataset / line.file).st_size
+    except OSError as e:
+        return f"has no file {line.file} ({e.strerror})"
+    return "" if size == line.bytes else f"has a file of {size} bytes instead of {line.bytes}"
+
+
+def resume(dataset: Path, path: Path, hashes: dict[int, bytes], say: Callable[[str], None]) -> dict[int, Published]:
+    """What counts as published of a shard; every other line leaves the manifest (rewritten atomically where needed).
+
+    :param hashes: identity by row, of the plan.
+    :param say: told of each line that was dropped, and why.
+    """
+    lines, half = read_lines(path, Published)
+    known = newest(lines)
+    good = {}
+    for row, line in known.items():
+        why = standing(dataset, line, hashes.get(row))
+        if why:
+            say(f"row {row} {why}: it leaves the manifest")
+        else:
+            good[row] = line
+    if half:
+        say("the manifest's last line was half written: it is dropped")
+    if half or len(good) != len(lines):
+        rewrite(path, good.values())
+    return good
+
+
+def remove_leftovers(folder: Path, dataset: Path, rows: dict[int, str], published: dict[int, Published]) -> list[str]:
+    """Remove files of a shard's rows that are not in the manifest.
+
+    :param folder: the format's folder. ``rows``: file name by row, of every row number of the shard.
+    :returns: the names of what was removed.
+    """
+    kept = {dataset / line.file for line in published.values()}
+    removed = []
+    for name in rows.values():
+        file = folder / name
+        if file not in kept and file.exists():
+            file.unlink()
+            removed.append(name)
+    return removed
+
+
+def failures(path: Path) -> dict[int, Failed]:
+    """The failure that counts for each row."""
+    lines: tuple[list[Any], bool] = read_lines(path, Failed)
+    return newest(lines[0])

@@ -1,0 +1,246 @@
+"""Read and validate the data file, cut shards, size them, and leave out what is already published.
+
+One streaming pass: memory holds one shard. Each shard's valid samples go to ``shards/<id>/input.safetensors``
+of the data set, where ``extract`` finds them; the plan itself goes to ``plan.json`` of the run. A row's number
+is its line number, rejects included. With ``--dry-run`` nothing is written below the output root.
+"""
+
+from __future__ import annotations
+
+import time
+from argparse import ArgumentParser, Namespace
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from hsx_host import formats, state
+from hsx_host.contract import PlanResult, RunSpec, ShardPlan, encode
+from hsx_host.dataset import Reject, Sample, read_samples
+from hsx_host.errors import BadInput, Refused
+from hsx_host.fingerprint import DatasetSemantics, dataset_dir, semantics, settle
+from hsx_host.manifest import Published, newest, read_lines, standing
+from hsx_host.model_facts import ModelFacts, longest_prompt, read_model
+from hsx_host.progress import log
+from hsx_host.shards import ShardFiles, pack, shard_name, sync_folder, write_input, write_whole
+
+HELP = "validate the data set, cut shards, size them, leave out what is already extracted"
+
+_NAMED_REJECTS = 20
+_NOT_READ_ON = 1000  # this many rejects beyond the limit: the file is of another kind, and reading on tells nothing new
+
+
+@dataclass(frozen=True)
+class RejectedRow:
+    """One line of ``rejects.jsonl``: ``line`` counts from 1 as editors do, ``row`` from 0 as hsx does."""
+
+    row: int
+    line: int
+    reason: str
+
+
+@dataclass
+class _Counts:
+    rows: int = 0
+    valid: int = 0
+    done: int = 0
+    duplicates: int = 0
+    longest: int = 0
+    rejects: list[Reject] = field(default_factory=list)
+    seen: set[bytes] = field(default_factory=set)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--dry-run", action="store_true", help="write nothing below the output root")
+
+
+def run(spec: RunSpec, args: Namespace) -> PlanResult:
+    """The plan of a run. BadInput and Refused name the field; see the module for what is written."""
+    facts = read_model(spec.model.path)
+    meaning = semantics(spec, facts)
+    folder = dataset_dir(spec, meaning)
+    with state.locked(state.folder(spec, "state") / f"plan-{meaning.dataset_id}.lock", wait_s=60, what="this plan"):
+        settle(folder, meaning, write=False)
+        draft = folder / "tmp" / "plan"  # inputs take their names only once the whole file has passed
+        try:
+            counts, shards = _pass(spec, meaning, facts, folder, None if args.dry_run else draft)
+            _check(spec, counts, len(shards))
+            _check_nothing_lost(spec, folder, counts)
+            result = _result(meaning, folder, counts, shards)
+            if not args.dry_run:
+                _keep(folder, meaning, draft, counts, result)
+        finally:
+            _discard(draft)
+    state.write_document(state.run_dir(spec) / "plan.json", result)
+    return result
+
+
+def _pass(
+    spec: RunSpec, meaning: DatasetSemantics, facts: ModelFacts, folder: Path, draft: Path | None
+) -> tuple[_Counts, list[ShardPlan]]:
+    """Stream the file once; inputs go to ``draft`` where one is given."""
+    counts = _Counts()
+    shards: list[ShardPlan] = []
+    shard: list[Sample] = []
+    told = time.monotonic()
+    for item in read_samples(
+        spec.data.path, vocab_size=facts.vocab_size, longest=longest_prompt(facts, spec.extraction)
+    ):
+        if item.row and item.row % spec.data.shard_size == 0:
+            shards.append(_close(spec, meaning, folder, len(shards), shard, counts, draft))
+            shard = []
+        counts.rows += 1
+        if isinstance(item, Sample):
+            shard.append(item)
+            _count(counts, item)
+        else:
+            counts.rejects.append(item)
+            if len(counts.rejects) == spec.data.max_rejects + _NOT_READ_ON:
+                _too_many(spec, counts, more=True)
+        if time.monotonic() - told > 5:
+            told = time.monotonic()
+            log(f"plan: {counts.rows} rows read, {len(counts.rejects)} rejected")
+    shards.append(_close(spec, meaning, folder, len(shards), shard, counts, draft))
+    return counts, shards
+
+
+def _keep(folder: Path, meaning: DatasetSemantics, draft: Path, counts: _Counts, result: PlanResult) -> None:
+    """Give everything that the pass made its final name; ``plan.json`` last."""
+    settle(folder, meaning, write=True)
+    for file in sorted(draft.glob("*.safetensors")) if draft.is_dir() else []:
+        files = ShardFiles(folder, int(file.stem))
+        files.folder.mkdir(parents=True, exist_ok=True)
+        file.replace(files.input)
+        sync_folder(files.folder)
+    write_whole(folder / "rejects.jsonl", _reject_lines(counts))
+    state.write_document(folder / "plan.json", result)
+
+
+def _reject_lines(counts: _Counts) -> bytes:
+    return "".join(encode(RejectedRow(r.row, r.row + 1, r.reason)) + "\n" for r in counts.rejects).encode()
+
+
+def _discard(draft: Path) -> None:
+    """Remove what a pass has left, and folders that only it has made."""
+    if draft.is_dir():
+        for file in draft.iterdir():
+            file.unlink()
+        for folder in (draft, draft.parent, draft.parent.parent):
+            with suppress(OSError):  # not empty: others' work lies there
+                folder.rmdir()
+
+
+def _count(counts: _Counts, sample: Sample) -> None:
+    counts.valid += 1
+    counts.longest = max(counts.longest, len(sample.ids))
+    if sample.hash in counts.seen:
+        counts.duplicates += 1
+    counts.seen.add(sample.hash)
+
+
+def _close(
+    spec: RunSpec,
+    meaning: DatasetSemantics,
+    folder: Path,
+    shard: int,
+    samples: list[Sample],
+    counts: _Counts,
+    draft: Path | None,
+) -> ShardPlan:
+    """Size one shard that was read to its end, and write its input where the run has it to do."""
+    first, size = shard * spec.data.shard_size, counts.rows - shard * spec.data.shard_size
+    hashes = {s.row: s.hash for s in samples}
+    lines = newest(read_lines(ShardFiles(folder, shard).manifest, Published)[0])
+    lost = sorted(set(lines) - set(hashes))
+    if lost:
+        why = next((r.reason for r in counts.rejects if r.row == lost[0]), "the file ends before it")
+        _lost(spec, f"row {lost[0]} is published, and the data file no longer has it: {why}")
+    todo = [s for s in samples if s.row not in lines or standing(folder, lines[s.row], s.hash)]
+    if spec.data.shards and shard not in spec.data.shards:
+        todo = []
+    else:
+        counts.done += len(samples) - len(todo)
+        if samples and draft:
+            write_input(draft / f"{shard:05d}.safetensors", pack(samples))
+    form = formats.direct(meaning.formats)
+    shape = formats.Shape(meaning.planes, meaning.hidden_size, meaning.dtype)
+    return ShardPlan(
+        id=shard,
+        name=shard_name(shard, spec.data.shard_size, counts.rows),
+        first_row=first,
+        rows=size,
+        todo=len(todo),
+        tokens=sum(len(s.ids) for s in todo),
+        bytes=sum(form.file_bytes(len(s.ids), shape) for s in todo),
+    )
+
+
+def _check(spec: RunSpec, counts: _Counts, shards: int) -> None:
+    unknown = sorted(s for s in spec.data.shards if not 0 <= s < shards)
+    if unknown:
+        raise BadInput(
+            f"shard {unknown[0]} does not exist: {counts.rows} rows make shards 0 to {shards - 1}",
+            field="data.shards",
+            value=spec.data.shards,
+            fix="name shards that exist, or none for all",
+        )
+    if len(counts.rejects) > spec.data.max_rejects:
+        _too_many(spec, counts)
+    if not counts.valid:
+        raise BadInput(
+            f"no valid sample in {counts.rows} rows: {_first(counts)}",
+            field="data.path",
+            value=spec.data.path,
+            fix="repair the file",
+        )
+
+
+def _check_nothing_lost(spec: RunSpec, folder: Path, counts: _Counts) -> None:
+    before = state.read_document(PlanResult, folder / "plan.json")
+    if before and before.rows > counts.rows:
+        _lost(spec, f"the data set was made of {before.rows} rows, and the file now has {counts.rows}")
+
+
+def _lost(spec: RunSpec, what: str) -> NoReturn:
+    raise Refused(
+        f"{what} (rows would be lost)",
+        field="data.path",
+        value=spec.data.path,
+        fix="give the rows back, or give the data set another data.name",
+    )
+
+
+def _too_many(spec: RunSpec, counts: _Counts, more: bool = False) -> NoReturn:
+    listed = state.run_dir(spec) / "rejects.jsonl"
+    write_whole(listed, _reject_lines(counts))
+    count = f"{len(counts.rejects)}{' or more' if more else ''} of {counts.rows}{' read so far' if more else ''}"
+    raise BadInput(
+        f"{count} rows are rejected, at most {spec.data.max_rejects} may be: {_first(counts)}",
+        field="data.max_rejects",
+        value=spec.data.max_rejects,
+        fix=f"repair these rows ({listed} lists them all), or raise the limit",
+    )
+
+
+def _first(counts: _Counts) -> str:
+    return "; ".join(f"row {r.row}: {r.reason}" for r in counts.rejects[:5])
+
+
+def _result(meaning: DatasetSemantics, folder: Path, counts: _Counts, shards: list[ShardPlan]) -> PlanResult:
+    todo = [s for s in shards if s.todo]
+    return PlanResult(
+        dataset_id=meaning.dataset_id,
+        dataset_dir=str(folder),
+        rows=counts.rows,
+        valid=counts.valid,
+        rejected=len(counts.rejects),
+        duplicates=counts.duplicates,
+        done=counts.done,
+        todo=sum(s.todo for s in todo),
+        todo_tokens=sum(s.tokens for s in todo),
+        todo_bytes=sum(s.bytes for s in todo),
+        bytes_per_token=meaning.bytes_per_token,
+        longest=counts.longest,
+        shards=todo,
+        rejects=[f"row {r.row}: {r.reason}" for r in counts.rejects[:_NAMED_REJECTS]],
+    )

@@ -1,0 +1,148 @@
+"""A shard on disk: its folder, its lock, and ``input.safetensors``, the samples that ``plan`` cut for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsx_host.dataset import Sample
+from hsx_host.errors import TryAgain
+
+_KINDS = {"ids": np.int32, "mask": np.uint8, "offsets": np.int64, "rows": np.int64, "hash": np.uint8}
+
+
+@dataclass(frozen=True)
+class ShardFiles:
+    """Where everything of one shard lies. ``dataset``: the data set's folder."""
+
+    dataset: Path
+    id: int
+
+    @property
+    def folder(self) -> Path:
+        return self.dataset / "shards" / f"{self.id:05d}"
+
+    @property
+    def input(self) -> Path:
+        return self.folder / "input.safetensors"
+
+    @property
+    def manifest(self) -> Path:
+        return self.folder / "manifest.jsonl"
+
+    @property
+    def failures(self) -> Path:
+        return self.folder / "failures.jsonl"
+
+    @property
+    def lock(self) -> Path:
+        return self.folder / "lock"
+
+    @property
+    def tmp(self) -> Path:
+        """Unfinished files: on the data set's file system, so that publishing is a rename, and outside every format."""
+        return self.dataset / "tmp" / f"shard-{self.id:05d}"
+
+
+def shard_name(shard: int, shard_size: int, rows: int) -> str:
+    """A shard's name, ``shard 00007 rows 3500-3999``, of a data file of ``rows`` rows."""
+    first = shard * shard_size
+    return f"shard {shard:05d} rows {first}-{min(first + shard_size, rows) - 1}"
+
+
+def shard_ids(dataset: Path) -> list[int]:
+    """The shards that have a folder, ascending."""
+    root = dataset / "shards"
+    return sorted(int(p.name) for p in root.iterdir() if p.name.isdigit()) if root.is_dir() else []
+
+
+@dataclass(frozen=True)
+class ShardInput:
+    """The valid samples of one shard, in row order.
+
+    ``ids`` int32 [tokens] and ``mask`` uint8 [tokens] hold all samples one after another; sample i is
+    ``offsets[i]:offsets[i+1]``. ``rows`` int64 [n] are line numbers of the data file, ``hash`` uint8 [n, 16].
+    """
+
+    ids: NDArray[np.int32]
+    mask: NDArray[np.uint8]
+    offsets: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    hash: NDArray[np.uint8]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def sample(self, i: int) -> Sample:
+        """Sample i of the shard (its position, not its row)."""
+        at, end = int(self.offsets[i]), int(self.offsets[i + 1])
+        return Sample(int(self.rows[i]), self.ids[at:end], self.mask[at:end], self.hash[i].tobytes())
+
+    def hashes(self) -> dict[int, bytes]:
+        """Each row's identity."""
+        return {int(row): self.hash[i].tobytes() for i, row in enumerate(self.rows)}
+
+    def lengths(self) -> dict[int, int]:
+        """Each row's tokens."""
+        return dict(zip(self.rows.tolist(), np.diff(self.offsets).tolist(), strict=True))
+
+
+def pack(samples: Sequence[Sample]) -> ShardInput:
+    """Samples of one shard, one after another."""
+    lengths = [len(s.ids) for s in samples]
+    return ShardInput(
+        ids=np.concatenate([s.ids for s in samples]) if samples else np.zeros(0, np.int32),
+        mask=np.concatenate([s.mask for s in samples]) if samples else np.zeros(0, np.uint8),
+        offsets=np.cumsum([0, *lengths], dtype=np.int64),
+        rows=np.array([s.row for s in samples], np.int64),
+        hash=np.frombuffer(b"".join(s.hash for s in samples), np.uint8).reshape(len(samples), 16),
+    )
+
+
+def write_input(path: Path, shard: ShardInput) -> None:
+    """Write ``input.safetensors``, whole or not at all."""
+    from safetensors.numpy import save
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, save({name: np.ascontiguousarray(getattr(shard, name)) for name in _KINDS}))
+
+
+def read_input(files: ShardFiles) -> ShardInput:
+    """What ``plan`` wrote; TryAgain where it is missing or broken, since another plan makes it anew."""
+    from safetensors.numpy import load_file
+
+    try:
+        found: dict[str, Any] = load_file(files.input)
+        if {k: v.dtype for k, v in found.items()} != {k: np.dtype(v) for k, v in _KINDS.items()}:
+            raise ValueError("its arrays are not those of a shard")
+        return ShardInput(**found)
+    except Exception as e:  # safetensors has an exception of its own for a broken header
+        raise TryAgain(
+            f"the shard's samples can't be read: {e}", field="shard", value=files.input, fix="run plan first"
+        ) from None
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write bytes under another name, fsync, rename, fsync the folder."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames in a folder last a power cut."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,189 @@
+"""Check published files against the manifest, and the next token of a seeded subset.
+
+Every file: existence, size, header, and that the header's checksums are the manifest's. Every sample of the
+plan is published, or stands in the failures. Nothing else lies in the format's folder, since its reader would train
+on it. ``--deep`` also reads every byte against its checksum.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hsx_host import formats, proof, state
+from hsx_host.contract import RunSpec, VerifyReport
+from hsx_host.errors import Refused, TryAgain
+from hsx_host.fingerprint import DatasetSemantics, opened
+from hsx_host.manifest import Published, failures, newest, read_lines, standing
+from hsx_host.progress import Progress
+from hsx_host.shards import ShardFiles, read_input, shard_ids
+
+HELP = "published files against the manifest, and the next-token proof"
+
+_NAMED = 20
+_MISSING, _FAILED, _NONE = "missing rows", "failed rows", "no sample is published"
+_READERS = 4
+_PIECE = 8 << 20
+_SIDE_FILES = {"sample_lengths.json", "data_config.json"}
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--deep", action="store_true", help="also read every byte against its checksum")
+
+
+def run(spec: RunSpec, args: Namespace) -> VerifyReport:
+    """The report where all is well; Refused where files are wrong, TryAgain where samples are missing or failed."""
+    dataset, meaning = opened(spec)
+    report = check(spec, dataset, meaning, deep=args.deep)
+    state.write_document(state.run_dir(spec) / "verify.json", report)
+    insist(report, dataset)
+    return report
+
+
+def insist(report: VerifyReport, dataset: Path) -> None:
+    """Raise what a report that is not ok means."""
+    if report.ok:
+        return
+    wrong = [p for p in report.problems if not p.startswith((_MISSING, _FAILED, _NONE))]
+    text = f"{report.samples} samples are published, {report.missing} are missing, {report.failed} failed"
+    if not wrong:
+        raise TryAgain(
+            f"{text}: " + "; ".join(report.problems[:_NAMED]),
+            field="manifest.jsonl",
+            value=dataset,
+            fix="extract these shards again: only what is missing is done",
+        )
+    raise Refused(
+        f"{text}, and files are wrong: " + "; ".join(report.problems[:_NAMED]),
+        field="manifest.jsonl",
+        value=dataset,
+        fix="remove the named files and extract their shards again",
+    )
+
+
+@dataclass
+class Census:
+    """What stands in the manifests of the shards in scope, against the plan."""
+
+    published: dict[int, Published] = field(default_factory=dict)
+    missing: list[int] = field(default_factory=list)
+    failed: dict[int, str] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+
+
+def census(spec: RunSpec, dataset: Path) -> Census:
+    """Read every manifest in scope (``data.shards``, or all); no sample's file is opened."""
+    found = Census()
+    for shard in shard_ids(dataset):
+        if spec.data.shards and shard not in spec.data.shards:
+            continue
+        files = ShardFiles(dataset, shard)
+        hashes = read_input(files).hashes()
+        lines = newest(read_lines(files.manifest, Published)[0])
+        failed = failures(files.failures)
+        for row, line in lines.items():
+            why = standing(dataset, line, hashes.get(row))
+            if not why:
+                found.published[row] = line
+            elif row not in hashes:
+                found.wrong.append(f"row {row} is published, but is not in the plan")
+        for row in hashes:
+            if row in found.published:
+                continue
+            if row in failed:
+                found.failed[row] = failed[row].reason
+            else:
+                found.missing.append(row)
+                if row in lines:
+                    found.wrong.append(f"row {row} {standing(dataset, lines[row], hashes[row])}")
+    return found
+
+
+def check(spec: RunSpec, dataset: Path, meaning: DatasetSemantics, *, deep: bool) -> VerifyReport:
+    """Look at everything; problems of files first, then one line each for what is missing and what failed."""
+    found = census(spec, dataset)
+    form = formats.direct(meaning.formats)
+    shape = formats.Shape(meaning.planes, meaning.hidden_size, meaning.dtype)
+    problems = [*found.wrong, *_strays(spec, dataset, form, meaning, found)]
+    lines = [found.published[row] for row in sorted(found.published)]
+    progress = Progress("verify", len(lines))
+    tokens = size = 0
+    with ThreadPoolExecutor(_READERS) as pool:  # zlib and reads release the interpreter's lock
+        results = pool.map(lambda line: _file_wrong(dataset, line, form, shape, deep), lines)
+        for done, (line, why) in enumerate(zip(lines, results, strict=True), start=1):
+            if why:
+                problems.append(f"row {line.index}: {line.file}: {why}")
+            tokens, size = tokens + line.tokens, size + line.bytes
+            progress.update(done, tokens=tokens, bytes=size)
+    chosen = proof.seeded(lines, spec.data.proof_samples, meaning.dataset_id)
+    _, unproved = proof.prove_published(spec.model.path, dataset, meaning, chosen)
+    problems += unproved
+    named = problems[: _NAMED - 2]
+    if len(problems) > len(named):
+        named[-1] = f"{named[-1]} (and {len(problems) - len(named)} more)"
+    if found.missing:
+        named.append(f"{_MISSING}: {_some(found.missing)}")
+    if found.failed:
+        first = next(iter(found.failed))
+        named.append(f"{_FAILED}: {_some(sorted(found.failed))} (row {first}: {found.failed[first]})")
+    if not lines:
+        named.append(_NONE)
+    return VerifyReport(
+        ok=not named,
+        samples=len(lines),
+        tokens=tokens,
+        bytes=size,
+        missing=len(found.missing),
+        failed=len(found.failed),
+        proved=len(chosen) - len(unproved),
+        problems=named,
+    )
+
+
+def _file_wrong(dataset: Path, line: Published, form: formats.DirectFormat, shape: formats.Shape, deep: bool) -> str:
+    path = dataset / line.file
+    try:
+        crcs, places = form.check(path, line.tokens, shape)
+        differing = sorted(name for name in places if crcs[name] != line.crc32.get(name))
+        if differing:
+            return f"its header has other checksums than the manifest for {', '.join(differing)}"
+        if deep:
+            with path.open("rb") as f:
+                for name, (offset, length) in places.items():
+                    if _crc(f.fileno(), offset, length) != line.crc32[name]:
+                        return f"{name} does not match its checksum"
+    except (OSError, ValueError) as e:
+        return str(e)
+    return ""
+
+
+def _crc(fd: int, offset: int, length: int) -> int:
+    crc = 0
+    for at in range(offset, offset + length, _PIECE):
+        crc = zlib.crc32(os.pread(fd, min(_PIECE, offset + length - at), at), crc)
+    return crc
+
+
+def _strays(
+    spec: RunSpec, dataset: Path, form: formats.DirectFormat, meaning: DatasetSemantics, found: Census
+) -> Iterator[str]:
+    """Files in the format's folder that no manifest names. Rows of shards out of scope belong to other runs."""
+    folder = dataset / form.FOLDER
+    kept = {dataset / line.file for line in found.published.values()} | {folder / name for name in _SIDE_FILES}
+    if spec.data.shards:
+        for shard in shard_ids(dataset):
+            if shard not in spec.data.shards:
+                first = shard * meaning.shard_size
+                kept |= {folder / form.file_name(row) for row in range(first, first + meaning.shard_size)}
+    for path in sorted(folder.rglob("*")) if folder.is_dir() else []:
+        if path.is_file() and path not in kept:
+            yield f"{path.relative_to(dataset)} is in no manifest"
+
+
+def _some(rows: list[int]) -> str:
+    return ", ".join(map(str, rows[:10])) + (f" and {len(rows) - 10} more" if len(rows) > 10 else "")

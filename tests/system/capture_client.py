@@ -131,17 +131,18 @@ class Reference:
     def _keep(self, module: Any, args: tuple[torch.Tensor, ...]) -> None:
         self._before = args[0][0].detach().clone()
 
-    @torch.no_grad()
     def states(self, ids: Sequence[int]) -> tuple[list[torch.Tensor], torch.Tensor]:
         """``hidden_states[k]`` for k in 0..blocks-1, each [tokens, hidden], and the final before the norm."""
-        out = self.model(torch.tensor([list(ids)]), output_hidden_states=True, use_cache=False)
+        with torch.no_grad():
+            out = self.model(torch.tensor([list(ids)]), output_hidden_states=True, use_cache=False)
         assert self._before is not None
         return [h[0] for h in out.hidden_states[:-1]], self._before
 
-    @torch.no_grad()
     def next_logits(self, before_norm: torch.Tensor) -> torch.Tensor:
         """lm_head(norm(x)) of one row [hidden], float32 [vocab]."""
-        return self.model.lm_head(self.model.model.norm(before_norm[None]))[0].float()  # type: ignore[no-any-return]
+        with torch.no_grad():
+            logits: torch.Tensor = self.model.lm_head(self.model.model.norm(before_norm[None]))[0].float()
+        return logits
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import models
 import pytest
 import torch
 from capture_client import Client, Reference, error
-from sglang_server import CHUNK, Server
+from sglang_server import CHUNK
 
-LAYERS = {"llama": [2, 4, 7], "qwen3": [1, 3, 5]}
 LENGTHS = [1, 2, 19, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 1, 1000]
 
 
@@ -29,13 +27,8 @@ def folder(kind: str, request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture(scope="module")
-def client(
-    kind: str, folder: Path, start_sglang: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory
-) -> Client:
-    spool = tmp_path_factory.mktemp("spool")
-    client = Client(spool, LAYERS[kind], models.HIDDEN[kind], models.BLOCKS[kind])
-    client.server = start_sglang(folder, spec=client.write_spec())
-    return client
+def client(kind: str, request: pytest.FixtureRequest) -> Client:
+    return cast(Client, request.getfixturevalue(f"capturing_{kind}"))
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +44,8 @@ def check(got: torch.Tensor, ids: list[int], client: Client, reference: Referenc
         assert errors[k] < 0.03, (k, errors)
         assert min(range(len(errors)), key=errors.__getitem__) == k, (k, errors)
     assert error(got[-1], before) < 0.03
-    after = reference.model.model.norm(before)
+    with torch.no_grad():
+        after = reference.model.model.norm(before)
     assert error(got[-1], after) > 0.1, "the final hidden state is after the norm"
 
 
@@ -146,7 +140,7 @@ def spoil(client: Client, ids: list[int], what: str) -> dict[str, Any]:
         path = client.spool / "short.bin"
         path.write_bytes(bytes(100))
         return {"path": str(path)}
-    return {
+    changes: dict[str, dict[str, Any]] = {
         "missing": {"path": str(client.spool / "nowhere" / "x.bin")},
         "folder": {"path": str(client.spool)},
         "crc": {"ids_crc32": 1},
@@ -157,7 +151,8 @@ def spoil(client: Client, ids: list[int], what: str) -> dict[str, Any]:
         "rid": {"rid": "hsx-another"},
         "type": {"tokens": "40"},
         "unknown": {"colour": "blue"},
-    }[what]
+    }
+    return changes[what]
 
 
 REASONS = {

@@ -320,7 +320,12 @@ def test_a_full_ring_makes_the_scheduler_wait_and_loses_nothing(bench: Bench, mo
     rows = bench.ring.slot_rows * ring_module.SLOTS
     sample = bench.sample("hsx-1", rows + 1)
     done = threading.Event()
-    thread = threading.Thread(target=lambda: (bench.forward((sample, 0, rows + 1)), done.set()))
+
+    def forward() -> None:
+        bench.forward((sample, 0, rows + 1))
+        done.set()
+
+    thread = threading.Thread(target=forward)
     thread.start()
     assert not done.wait(0.3)  # every slot is in use: the forward pass must stand still
     gate.set()

@@ -90,6 +90,24 @@ def wait_until(ready: Callable[[], bool], child: Child, *, what: str, timeout_s:
     return time.monotonic() - began
 
 
+def with_variable(name: str, value: str) -> list[Child]:
+    """Session leaders first, all processes that were started with ``name=value`` in their environment.
+
+    Only a token that nobody else has is a proof of belonging; this process itself is never among them.
+    """
+    wanted = f"{name}={value}".encode()
+    found = []
+    for pid, stat in _processes().items():
+        try:
+            environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if wanted in environ and pid != os.getpid():
+            found.append((stat.session != pid, Child(command.strip()[:80], pid, stat.ticks, "")))
+    return [child for _, child in sorted(found, key=lambda item: (item[0], item[1].ticks))]
+
+
 def tail(path: str | Path, lines: int = 25) -> str:
     """The last lines of a log, or a word on why there are none."""
     try:

@@ -1,0 +1,48 @@
+# hsx: make help
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+ENVS := "$(PYTHON)" include/hsx_demo/environments.py
+
+# Made where missing, else found at once: export AIRFLOW_PYTHON and HSX_HOST_PYTHON to use environments of your own.
+use_airflow = AF="$${AIRFLOW_PYTHON:-$$($(ENVS) airflow)}"; test -n "$$AF"
+use_host = export HSX_HOST_PYTHON="$${HSX_HOST_PYTHON:-$$($(ENVS) host)}"; test -n "$$HSX_HOST_PYTHON"
+rooms = export PYTHONPATH="$(CURDIR)/plugins:$(CURDIR)/include"
+
+.PHONY: help demo up down envs test test-host test-airflow lint format bench clean clean-cache
+
+help:            ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
+
+demo:            ## the whole DAG on this machine, on real parts, from nothing to a summary
+	@$(use_airflow); $(use_host); $(rooms); exec "$$AF" -m hsx_demo.demo demo
+
+up:              ## the same without a run: Airflow's UI and the server stay up; prints address and login
+	@$(use_airflow); $(use_host); $(rooms); exec "$$AF" -m hsx_demo.demo up
+
+down:            ## end what `make up` left
+	@$(use_airflow); $(rooms); exec "$$AF" -m hsx_demo.demo down
+
+envs:            ## make the two environments and print their pythons
+	@$(ENVS) airflow host
+
+test:            ## unit, integration and system tests in both environments
+	@"$(PYTHON)" include/hsx_demo/run_tests.py
+
+lint:            ## ruff and mypy
+	@$(use_airflow); "$$AF" -m ruff check .; "$$AF" -m ruff format --check .; "$$AF" -m mypy
+
+format:          ## ruff format
+	@$(use_airflow); "$$AF" -m ruff check --fix .; "$$AF" -m ruff format .
+
+bench:           ## extraction against the same server's plain prefill
+	@$(use_host); $(rooms); exec "$$HSX_HOST_PYTHON" bench/extraction.py
+
+clean:           ## what was made in this checkout
+	@$(MAKE) --no-print-directory down || true
+	@rm -rf build .mypy_cache .ruff_cache
+
+clean-cache:     ## environments, model and data sets of all checkouts
+	@rm -rf "$${HSX_CACHE:-$$HOME/.cache/hsx}"

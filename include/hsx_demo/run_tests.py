@@ -1,0 +1,68 @@
+"""``make test``: pytest in both environments, both to their end, and red where either is.
+
+Stdlib only; started by any Python of the right version. ``HSX_TEST_ARGS`` is handed to each pytest.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from hsx_demo.environments import REPO, EnvironmentFailure, ensure
+
+# What runs where. Two workers where nothing shares a server; a server's tests run one after the other.
+SUITES = (
+    ("host, unit", "host", ("tests/unit/host", "tests/unit/patches"), ("-n", "2")),
+    ("host, system", "host", ("tests/system",), ("-n", "2", "--dist", "loadscope")),
+    ("airflow, unit", "airflow", ("tests/unit/airflow", "tests/unit/demo"), ("-n", "2")),
+    ("airflow, integration", "airflow", ("tests/integration",), ()),
+)
+
+
+def main() -> int:
+    """Run all suites; 0 only where each one's pytest ended with 0."""
+    try:
+        pythons = {
+            "airflow": os.environ.get("AIRFLOW_PYTHON") or str(ensure("airflow")),
+            "host": os.environ.get("HSX_HOST_PYTHON") or str(ensure("host")),
+        }
+    except EnvironmentFailure as e:
+        print(f"hsx: {e}", file=sys.stderr)
+        return 1
+    rooms = os.pathsep.join((str(REPO / "plugins"), str(REPO / "include")))
+    env = {**os.environ, "PYTHONPATH": rooms, "HSX_HOST_PYTHON": pythons["host"], "AIRFLOW_PYTHON": pythons["airflow"]}
+    extra = shlex.split(os.environ.get("HSX_TEST_ARGS", ""))
+    results = []
+    for name, environment, folders, options in SUITES:
+        present = [f for f in folders if (REPO / f).is_dir()]
+        print(f"== {name}: {' '.join(present)}", flush=True)
+        began = time.monotonic()
+        code, closing = _pytest([pythons[environment], "-m", "pytest", *present, *options, *extra], env)
+        results.append((name, code, f"{closing} ({time.monotonic() - began:.0f} s)"))
+    print("== closing lines")
+    for name, code, closing in results:
+        print(f"{'ok  ' if code == 0 else 'FAIL'} {name}: {closing}")
+    return 0 if all(code == 0 for _, code, _ in results) else 1
+
+
+def _pytest(command: list[str], env: dict[str, str]) -> tuple[int, str]:
+    """Run one pytest, showing its output; its exit code and closing line."""
+    closing = "no closing line"
+    with subprocess.Popen(command, cwd=REPO, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as p:
+        assert p.stdout is not None
+        for line in p.stdout:
+            print(line, end="", flush=True)
+            if re.search(r"\b(passed|failed|error|errors|no tests ran)\b.* in [\d.]+s", line):
+                closing = line.strip("= \n")
+    return p.returncode, closing
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,241 @@
+"""One whole stand on one machine: the borrowed host (SSH server, production SGLang) and Airflow beside it.
+
+    stack = Stack(work, python_host=..., model=..., dataset=...)
+    stack.start_host(); stack.start_production(); stack.start_airflow()
+    ...
+    stack.stop()
+
+Runs under the Airflow environment's Python. Everything that it starts, and everything that is started through it, is
+ended by ``stop``: what was started directly by pid and start time, what hsx started on "the host" (jobs, the guard, the
+servers of a restore) by a token in its environment that nothing else on the machine has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from hsx_demo import processes
+from hsx_demo.components import COMPONENTS, REPO, Airflow, new_airflow
+from hsx_demo.errors import DemoError
+from hsx_demo.processes import Child
+from hsx_demo.sshd import SshServer, free_port, start_sshd
+from hsx_host import servers
+from hsx_host.contract import RunSpec, decode
+
+DAG_ID = "hsx_extraction"
+CONN_ID = "hsx_demo_host"
+TOKEN = "DEMO_STACK"  # not HSX_...: hsx keeps its own variables away from production
+
+
+@dataclass
+class Stack:
+    """Folders and processes of one stand.
+
+    :param work: the stand's folder, of its own.
+    :param python_host: the Python that has SGLang.
+    :param model: folder of the model.
+    :param dataset: pre-tokenised file; may be set later, before Airflow is started.
+    :param output: where data sets are written; default ``<work>/output``.
+    :param profile: a profile that reads the HSX_DEMO_* variables.
+    :param extra_env: more environment for Airflow and for building the spec (such as HSX_PROFILES).
+    """
+
+    work: Path
+    python_host: str
+    model: Path
+    dataset: Path | None = None
+    output: Path | None = None
+    profile: str = "demo"
+    extra_env: Mapping[str, str] = field(default_factory=dict)
+    port: int = 0
+    token: str = ""
+    ssh: SshServer | None = None
+    production: Child | None = None
+    airflow: Airflow | None = None
+
+    def __post_init__(self) -> None:
+        self.work = self.work.resolve()
+        self.work.mkdir(parents=True, exist_ok=True)
+        self.output = (self.output or self.work / "output").resolve()
+        self.port = self.port or free_port()
+        self.token = self.token or uuid.uuid4().hex
+
+    @property
+    def host_dir(self) -> Path:
+        """What the profile calls HSX_DEMO_HOME; hsx's own home is ``hsx`` below it."""
+        return self.work / "host"
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The variables that the demo profile reads, and the rooms on PYTHONPATH."""
+        values = {
+            "PYTHONPATH": os.pathsep.join((str(REPO / "plugins"), str(REPO / "include"))),
+            "HSX_PROFILE": self.profile,
+            "HSX_DEMO_PYTHON": self.python_host,
+            "HSX_DEMO_HOME": str(self.host_dir),
+            "HSX_DEMO_OUTPUT": str(self.output),
+            "HSX_DEMO_MODEL": str(self.model),
+            "HSX_DEMO_PORT": str(self.port),
+            "HSX_DEMO_PLATFORM": str(REPO / "include" / "patches" / "hsx_cpu"),
+            "HSX_DEMO_DATASET": str(self.dataset or self.work / "no-dataset-yet.jsonl"),
+        }
+        return {**values, **self.extra_env}
+
+    # ------------------------------------------------------------------ the host
+
+    def start_host(self) -> SshServer:
+        """The SSH server, and the folders of the host."""
+        for folder in ("hsx", "old_states"):
+            (self.host_dir / folder).mkdir(parents=True, exist_ok=True)
+        assert self.output is not None
+        self.output.mkdir(parents=True, exist_ok=True)
+        self.ssh = start_sshd(self.work / "ssh", env={TOKEN: self.token})
+        self.save()
+        return self.ssh
+
+    def spec(self, run_id: str = "demo") -> RunSpec:
+        """The frozen plan that a run of the profile would have now."""
+        command = [sys.executable, "-m", "hsx_operators.spec", "--profile", self.profile, "--run-id", run_id]
+        done = subprocess.run(command, env={**os.environ, **self.env}, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise DemoError(f"profile {self.profile} can't be used:\n{done.stderr.strip()[-2000:]}")
+        return decode(RunSpec, done.stdout)
+
+    def launch_production(self) -> Child:
+        """Start production as its owner would: the profile's own command and environment, not through hsx."""
+        spec = self.spec()
+        base = {**servers.clean_base(os.environ), TOKEN: self.token}
+        log = self.work / "production.log"
+        self.production = processes.start(
+            servers.command(spec.host.python, spec.production),
+            log=log,
+            name="production SGLang",
+            env=servers.environment(base, spec.production),
+            cwd=self.work,
+        )
+        self.save()
+        return self.production
+
+    def wait_production(self, timeout_s: float = 300.0) -> float:
+        """Wait until production is healthy; the seconds it took from now."""
+        assert self.production is not None
+        return processes.wait_until(
+            self.production_healthy, self.production, what="production SGLang", timeout_s=timeout_s
+        )
+
+    def start_production(self) -> float:
+        """Start production and wait for it."""
+        self.launch_production()
+        return self.wait_production()
+
+    def production_healthy(self) -> bool:
+        """Whether the server on production's port answers ``/health``."""
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(f"{self.production_url}/health", timeout=10) as answer:
+                return int(answer.status) == 200
+        except (OSError, urllib.error.URLError):
+            return False
+
+    @property
+    def production_url(self) -> str:
+        """Where production answers."""
+        return f"http://127.0.0.1:{self.port}"
+
+    # ------------------------------------------------------------------ Airflow
+
+    def start_airflow(self, *, wait: bool = True) -> Airflow:
+        """Database, pool, connection, all components; the DAG is unpaused where ``wait``."""
+        assert self.ssh is not None, "start_host comes first: the connection names its keys"
+        extra = {**self.env, f"AIRFLOW_CONN_{CONN_ID.upper()}": self.ssh.connection()}
+        self.airflow = new_airflow(self.work / "airflow", extra)
+        for component in COMPONENTS:
+            self.airflow.start(component)
+        self.save()
+        if wait:
+            self.airflow.wait_healthy(DAG_ID)
+        return self.airflow
+
+    # ------------------------------------------------------------------ the end
+
+    def stop(self) -> list[str]:
+        """End everything: Airflow first (nobody polls the host any more), then the host. Names of what had to go."""
+        ended = []
+        if self.airflow is not None:
+            ended += list(self.airflow.children)
+            self.airflow.stop()
+        if self.ssh is not None:
+            self.ssh.stop()
+            ended.append("sshd")
+        ended += end_marked(TOKEN, self.token)
+        if self.production is not None:
+            processes.stop(self.production)
+        self.state_file.unlink(missing_ok=True)
+        return ended
+
+    # ------------------------------------------------------------------ what `make down` reads
+
+    @property
+    def state_file(self) -> Path:
+        """Which processes this stand has, for another process that shall end it."""
+        return self.work / "stack.json"
+
+    def save(self) -> None:
+        """Write the state file, whole or not at all."""
+        body = {
+            "token": self.token,
+            "ssh": self.ssh.to_json() if self.ssh else None,
+            "production": asdict(self.production) if self.production else None,
+            "airflow": {k: asdict(v) for k, v in self.airflow.children.items()} if self.airflow else {},
+            "url": self.airflow.url if self.airflow else "",
+        }
+        temporary = self.state_file.with_suffix(".tmp")
+        with temporary.open("w") as f:
+            json.dump(body, f, indent=1)
+            f.flush()
+            os.fsync(f.fileno())
+        temporary.rename(self.state_file)
+
+
+def stop_saved(work: Path) -> list[str]:
+    """End a stand that another process started in ``work``; names of what was ended."""
+    file = work / "stack.json"
+    try:
+        body = json.loads(file.read_text())
+    except FileNotFoundError:
+        return []
+    children = [Child(**c) for c in reversed(body["airflow"].values())]
+    if body["ssh"]:
+        children.append(Child(**body["ssh"]["child"]))
+    ended = [c.name for c in children if processes.alive(c)]
+    for child in children:
+        processes.stop(child)
+    ended += end_marked(TOKEN, body["token"])
+    if body["production"]:
+        processes.stop(Child(**body["production"]))
+    file.unlink()
+    return ended
+
+
+def end_marked(name: str, value: str) -> list[str]:
+    """End every process whose environment was started with ``name=value``, and what hangs below it; names of them."""
+    ended: list[str] = []
+    for grace_s in (20.0, 5.0, 1.0):  # what is ended may start others on its way: look again
+        marked = processes.with_variable(name, value)
+        for child in marked:
+            with contextlib.suppress(ProcessLookupError):
+                processes.stop(child, grace_s=grace_s)
+            ended.append(child.name)
+        if not marked:
+            break
+    return ended

@@ -115,7 +115,7 @@ def _field_of(message: str) -> str:
     if "field " in message:
         name = message.split("field ", 1)[1].split(" ", 1)[0]
         return f"{head}.{name}".removeprefix("RunSpec.")
-    return head.removeprefix("RunSpec.") or "--spec"
+    return "--spec" if head == "RunSpec" else head.removeprefix("RunSpec.")
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -138,7 +138,7 @@ def _overview() -> str:
 
 
 def _stop_on_sigterm() -> None:
-    """SIGTERM unwinds the verb like Ctrl-C (its ``finally`` blocks run); a second one does not disturb the unwinding."""
+    """SIGTERM unwinds the verb like Ctrl-C (``finally`` blocks run); a second one does not disturb the unwinding."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

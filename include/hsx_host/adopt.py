@@ -58,7 +58,7 @@ def production(spec: RunSpec) -> Found | None:
 
 
 def lost_extraction(spec: RunSpec) -> Found | None:
-    """hsx's own extraction server on the extraction port that no record names. Others there are nobody's business yet."""
+    """hsx's own extraction server on the extraction port that no record names; others there don't matter here."""
     main = _launcher(processes.listeners(spec.extraction.port))
     return None if main is None else _extraction(spec, main)
 
@@ -143,8 +143,8 @@ def _refuse_differences(spec: RunSpec, main: _Launcher) -> None:
         wrong.append(f"environment {servers.CAPTURE_VARIABLE}: runs with it, production never does")
     if wrong:
         raise Refused(
-            f"the server on port {spec.production.port} (pid {proc.pid}) is not what the profile would start: a restore "
-            "would bring something else back: " + "; ".join(wrong),
+            f"the server on port {spec.production.port} (pid {proc.pid}) is not what the profile would start: a "
+            "restore would bring something else back: " + "; ".join(wrong),
             field="production",
             value=f"pid {proc.pid}",
             fix="make the profile say what runs, or restart production as the profile says",
@@ -170,4 +170,4 @@ def _environ(pid: int) -> dict[str, str]:
 
 
 def _base_path(spec: RunSpec) -> Path:
-    return state.folder(spec, "state") / "launch_base.json"
+    return state.home(spec) / "state" / "launch_base.json"

@@ -1,7 +1,7 @@
 """What it does
-  Measures the production server with `sglang.bench_serving` under each load of the profile (random ids of fixed lengths)
-  and keeps the result with the run. --label after compares with --label before: the ratio of output tokens a second by
-  load. Below the profile's tolerance the result says so; it is not an error.
+  Measures the production server with `sglang.bench_serving` under each load of the profile (random ids of fixed
+  lengths) and keeps the result with the run. --label after compares with --label before: the ratio of output tokens a
+  second by load. Below the profile's tolerance the result says so; it is not an error.
 Result: BenchmarkResult.
 Example
   python -m hsx_host benchmark --label before --spec S

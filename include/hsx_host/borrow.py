@@ -58,9 +58,9 @@ def acquire(spec: RunSpec, *, by_step: bool) -> Lease:
 def extraction_server(spec: RunSpec) -> Iterator[ServerFacts]:
     """The extraction server, for as long as the block lasts.
 
-    Where this run's setups brought the host to extraction, the server is ensured and left to the teardown. Otherwise the
-    step borrows the host, and at the end brings production back and releases the lease, on errors too. A step that is
-    stopped by a signal lets the lease lapse instead: the guard gives the host back, and the step ends at once.
+    Where this run's setups brought the host to extraction, the server is ensured and left to the teardown. Otherwise
+    the step borrows the host, and at the end brings production back and releases the lease, on errors too. A step that
+    is stopped by a signal lets the lease lapse instead: the guard gives the host back, and the step ends at once.
     """
     if not _enter(spec):
         with _own_heartbeat(spec):

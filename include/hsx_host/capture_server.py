@@ -30,7 +30,7 @@ def capture_spec(spec: RunSpec, plugin_id: str, spool: Path) -> CaptureSpec:
 
 
 def prepare_spool(spec: RunSpec, plugin_id: str, launch_hash: str) -> tuple[Path, Path]:
-    """A new spool folder with its ``capture.json``: (spool, capture.json). Old spools go, the last ones stay to be read."""
+    """A new spool folder with its ``capture.json``: (spool, capture.json). Old spools go, the last two stay."""
     root = state.folder(spec, "spool")
     old = sorted((p for p in root.iterdir() if p.is_dir()), key=lambda p: p.stat().st_mtime)
     for path in old[: max(0, len(old) - _KEEP_SPOOLS)]:
@@ -59,7 +59,7 @@ def ready(spool: Path) -> list[PluginReady]:
 
 
 def prove_ready(spec: RunSpec, spool: Path, plugin_id: str) -> dict[str, str]:
-    """Refused unless every scheduler process has loaded this plugin and set exactly the asked layers; gives the seams."""
+    """The seams; Refused unless every scheduler process has loaded this plugin and set exactly the asked layers."""
     try:
         said = ready(spool)
     except ContractError as e:

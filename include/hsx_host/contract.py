@@ -227,7 +227,7 @@ class LoadFigures:
 
 @dataclass(frozen=True)
 class BenchmarkResult:
-    """One benchmark of production. ``ratios`` compare with the baseline by load (1.0 = as before), where one is kept."""
+    """One benchmark of production. ``ratios`` compare with the baseline by load (1.0 = as before), if one is kept."""
 
     when: str
     loads: dict[str, LoadFigures]
@@ -262,7 +262,7 @@ class ServerFacts:
 
 @dataclass(frozen=True)
 class PatchReport:
-    """The capture plugin's folder and the installed SGLang against its RECORD. ``seams`` is empty before a server runs."""
+    """The capture plugin's folder and the installed SGLang against its RECORD. ``seams`` of a live server."""
 
     plugin_id: str
     plugin_dir: str
@@ -293,7 +293,7 @@ class ProbeReport:
 
 @dataclass(frozen=True)
 class ShardSummary:
-    """One shard after ``extract``. ``published`` counts samples now in the manifest, ``extracted`` those of this call."""
+    """One shard after ``extract``. ``published`` counts samples in the manifest, ``extracted`` those of this call."""
 
     shard: int
     name: str
@@ -335,7 +335,7 @@ class ConvertResult:
 
 @dataclass(frozen=True)
 class HandoffResult:
-    """What training needs; the same document is ``handoff.json``. ``layer_ids`` are per engine, three ids, the final apart."""
+    """What training needs; ``handoff.json`` is the same. ``layer_ids`` are per engine, three ids, the final apart."""
 
     path: str
     dataset_id: str

@@ -1,7 +1,7 @@
 """What it does
-  Compares what the plan will write (plus the profile's reserve) with what is free on the output's file system, and lists
-  the old hidden states below old_state_roots that a cleanup could delete there. Reads the plan of this run; keeps its
-  own answer with the run (disk.json), which is what `cleanup` deletes by.
+  Compares what the plan will write (plus the profile's reserve) with what is free on the output's file system, and
+  lists the old hidden states below old_state_roots that a cleanup could delete there. Reads the plan of this run; keeps
+  its own answer with the run (disk.json), which is what `cleanup` deletes by.
 Result: DiskVerdict: `fits`, `cleanup` (fits once the listed sets are deleted) or `short` (does not fit even then).
 Example
   python -m hsx_host disk --spec S

@@ -1,7 +1,7 @@
 """What it does
-  The dead man's switch, started detached by acquire. It reads the lease every two seconds. When the lease lapses (nobody
-  renewed it: Airflow died, the network went, the run was killed), it brings production back, reverts the plugin and
-  releases the lease. It ends when the lease is released or another run has it.
+  The dead man's switch, started detached by acquire. It reads the lease every two seconds. When the lease lapses
+  (nobody renewed it: Airflow died, the network went, the run was killed), it brings production back, reverts the plugin
+  and releases the lease. It ends when the lease is released or another run has it.
 Result: ServerFacts of production, or of what stands where there was nothing to do.
 Example
   python -m hsx_host guard --spec S --since 1790000000.5

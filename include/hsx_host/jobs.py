@@ -1,7 +1,7 @@
 """Detached verbs: started over SSH, they outlive the connection and are polled by id.
 
 A job is a folder ``<home>/jobs/<id>/``: ``job.json``, ``stdout``, ``stderr``, ``rc``. A small runner process leads the
-job's session, runs the verb as its child and writes ``rc`` at its end; whoever asks needs nothing but the files and /proc.
+job's session, runs the verb as its child and writes ``rc`` at its end; whoever asks needs only the files and /proc.
 This module imports nothing heavy: a poll is one short-lived process a time.
 """
 
@@ -198,7 +198,7 @@ def _rotate(where: Path) -> None:
 
 
 def _log(path: Path, offset: int, *, whole: bool) -> tuple[str, int]:
-    """Text of the log from ``offset`` and where to go on. Cut at a line end; a line longer than a chunk, between characters."""
+    """Text of the log from ``offset``, and where to go on. Cut at a line end, or between characters of a huge line."""
     if offset < 0:
         raise BadInput(
             "an offset is not negative", field="--offset", value=offset, fix="give what the last poll answered"

@@ -73,7 +73,7 @@ def expire(spec: RunSpec) -> None:
 
 
 def release(spec: RunSpec, grant: Lease | None = None) -> Lease | None:
-    """Give the lease up where the spec's run holds it (and it is ``grant``, where one is named); what it was, or None."""
+    """Give the lease up where the spec's run holds it (and it is ``grant``, if one is named); what it was, or None."""
     with _locked(spec):
         lease = read(spec)
         if lease is None or lease.run_id != spec.run_id or (grant is not None and not same_grant(lease, grant)):

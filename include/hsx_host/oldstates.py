@@ -1,4 +1,4 @@
-"""Old hidden states below the configured roots: folders that look like a set, with their sizes. Nothing is deleted here."""
+"""Old hidden states below the configured roots: folders that look like a set, and their sizes. Deletes nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hsx_host.contract import OldState, RunSpec
 
-# Files that make a folder a set of hidden states: speculators v1 and hs-safetensors, SpecForge, ModelOpt and hsx itself.
+# Files that make a folder a set of hidden states: speculators v1 and hs-safetensors, SpecForge, and single samples.
 _FILES = ("data_*.pt", "hs_*.safetensors", "*.ckpt", "sample_*.pt", "sample_*.safetensors")
 _FOLDERS = ("rows_*-*", "hidden_states")
 _DATASET = ("shards", "v1", "speculators", "specforge", "modelopt")

@@ -1,7 +1,7 @@
 """What it does
   patch apply    puts the capture plugin's folder in place, named by its content; the installed SGLang is not touched.
-  patch verify   checks every installed file of SGLang against the hashes of its RECORD (changed, missing and added files
-                 are named), and the seams that the live extraction server has proved, where one runs.
+  patch verify   checks every installed file of SGLang against the hashes of its RECORD (changed, missing and added
+                 files are named), and the seams that the live extraction server has proved, where one runs.
   patch revert   removes the plugin's folder. Refused while the extraction server runs.
   apply and revert check the RECORD too: before and after.
 Result: PatchReport. Exit 3 where SGLang is not as it was installed.
@@ -113,7 +113,7 @@ def check_installed(name: str = "sglang") -> tuple[str, int]:
     """Every installed file of a distribution against its RECORD; its version and how many files were checked.
 
     Refused names what is changed, missing, or lies in the package without being in the RECORD (Python files).
-    The RECORD format is the packaging specification's "Recording installed projects": sha256, urlsafe base64, no padding.
+    The RECORD format is the packaging specification's "Recording installed projects": sha256, urlsafe base64, unpadded.
     """
     try:
         found = importlib.metadata.distribution(name)
@@ -147,8 +147,9 @@ def check_installed(name: str = "sglang") -> tuple[str, int]:
     if changed or missing or added:
         parts = (("changed", changed), ("missing", missing), ("added", added))
         text = "; ".join(f"{what}: {', '.join(sorted(names)[:10])}" for what, names in parts if names)
+        count = len(changed) + len(missing) + len(added)
         raise Refused(
-            f"the installed {name} is not what its RECORD says ({len(changed) + len(missing) + len(added)} files): {text}",
+            f"the installed {name} is not what its RECORD says ({count} files): {text}",
             field=name,
             value=found.version,
             fix=f"install {name} {found.version} again; hsx never edits it",

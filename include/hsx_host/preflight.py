@@ -1,7 +1,7 @@
 """What it does
-  Looks at the host before anything is changed: the Python and SGLang version, the model, the home, the output root, the
-  launch settings, and the production server (it must be the profile's, and healthy, where one runs). All that is wrong is
-  listed at once.
+  Looks at the host before anything is changed: the Python and SGLang version, the model, the home, the output root,
+  the launch settings, and the production server (it must be the profile's, and healthy, where one runs). All that is
+  wrong is listed at once.
 Result: PreflightResult. Exit 2 or 3 with the list.
 Example
   python -m hsx_host preflight --spec S

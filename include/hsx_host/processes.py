@@ -153,7 +153,7 @@ def _prove_gone(server: Owned, port: int) -> None:
             return
         time.sleep(1.0)
     raise TryAgain(
-        f"the server's processes ended, but port {port} or device memory is still held for them: {holding or listening}",
+        f"the server's processes ended, but port {port} or device memory is still held: {holding or listening}",
         field="server",
         value=server.main.pid,
         fix="look at nvidia-smi; a driver that does not free memory needs a reset by hand",

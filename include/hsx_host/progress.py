@@ -29,7 +29,7 @@ class Progress:
         self._first: int | None = None
 
     def update(self, done: int, *, tokens: int = 0, bytes: int = 0) -> None:
-        """Totals so far (not differences). ``rate`` is things a second since the first call, ``eta`` seconds or null."""
+        """Totals so far (not differences). ``rate``: things a second since the first call, ``eta`` in seconds."""
         now = time.monotonic()
         if self._first is None:
             self._first, self._began = done, now

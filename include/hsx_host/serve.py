@@ -37,7 +37,7 @@ def run(spec: RunSpec, args: Namespace) -> ServerFacts:
 
 
 def ensure(spec: RunSpec, mode: str) -> ServerFacts:
-    """Bring the host to ``mode``; ``changed`` says whether anything was done. Works from any state, crashed ones too."""
+    """Bring the host to ``mode`` from any state, crashed ones too; ``changed`` says whether anything was done."""
     check_settings(spec, mode)
     wait_s = spec.production.start_timeout_s + spec.extraction.start_timeout_s
     with state.transition(spec, wait_s=wait_s):
@@ -213,8 +213,8 @@ def _refuse_foreign_production(spec: RunSpec, mode: str, server: ServerState) ->
         and server.launch_hash != launch.hash_of(spec, "production")
     ):
         raise Refused(
-            f"the production server that runs (pid {server.pid}) was launched by another profile, or before the profile "
-            "was changed: a restore would bring something else back",
+            f"the production server that runs (pid {server.pid}) was launched by another profile, or before the "
+            "profile was changed: a restore would bring something else back",
             field="production",
             value=server.launch_hash,
             fix="make it the profile's: serve production",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CaptureSpec:
-    """``HSX_CAPTURE_SPEC`` names a file with this. Requests whose rid does not start with ``rid_prefix`` are ignored."""
+    """``HSX_CAPTURE_SPEC`` names a file with this. Only requests whose rid begins with ``rid_prefix`` count."""
 
     plugin_id: str
     spool: str
@@ -35,7 +35,7 @@ class Plane:
 
 @dataclass(frozen=True)
 class CaptureRequest:
-    """``<spool>/<rid>.json``, written by the client before it posts. Planes: the layers in ascending order, then ``final``.
+    """``<spool>/<rid>.json``, written by the client before it posts. Planes: layers in ascending order, then ``final``.
 
     Planes are named ``layer_<k>`` and ``final``. ``ids_crc32`` (here and in the record) runs over the ids as
     little-endian int64, in row order.
@@ -61,7 +61,7 @@ class PlaneRecord:
 
 @dataclass(frozen=True)
 class CaptureRecord:
-    """``<spool>/<rid>.done.json``, written by the plugin last. ``error`` is empty, or why the sample is not complete."""
+    """``<spool>/<rid>.done.json``, written by the plugin last. ``error``: empty, or why the sample is not complete."""
 
     rid: str
     rows: int
@@ -74,7 +74,7 @@ class CaptureRecord:
 
 @dataclass(frozen=True)
 class PluginReady:
-    """``<spool>/ready-<pid>.json``, written by each scheduler process once the model is loaded and every seam is proved."""
+    """``<spool>/ready-<pid>.json``, written by each scheduler process once the model is loaded, every seam proved."""
 
     plugin_id: str
     pid: int

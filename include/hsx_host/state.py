@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hsx_host.contract import ContractError, RunSpec, decode, encode
-from hsx_host.errors import Refused, TryAgain
+from hsx_host.errors import BadInput, Refused, TryAgain
 
 T = TypeVar("T")
 
@@ -55,7 +55,15 @@ def home(spec: RunSpec) -> Path:
 def folder(spec: RunSpec, *parts: str) -> Path:
     """A folder below the home, made where it is missing."""
     path = home(spec).joinpath(*parts)
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise BadInput(
+            f"hsx's home can't be written: {e.strerror} ({e.filename})",
+            field="host.home",
+            value=spec.host.home,
+            fix="make it writable for this user",
+        ) from None
     return path
 
 
@@ -107,7 +115,7 @@ def read_document(cls: type[T], path: Path) -> T | None:
 
 
 def server_path(spec: RunSpec) -> Path:
-    return folder(spec, "state") / "server.json"
+    return home(spec) / "state" / "server.json"
 
 
 def read_server(spec: RunSpec) -> ServerState | None:
@@ -116,6 +124,7 @@ def read_server(spec: RunSpec) -> ServerState | None:
 
 
 def write_server(spec: RunSpec, server: ServerState) -> None:
+    folder(spec, "state")
     write_document(server_path(spec), server)
 
 

@@ -1,6 +1,6 @@
 """What it does
-  Says how the host stands and changes nothing: the mode on record and whether its server lives, the lease, the last lines
-  of the journal. --health also asks the server for one token.
+  Says how the host stands and changes nothing: the mode on record and whether its server lives, the lease, the last
+  lines of the journal. --health also asks the server for one token.
 Result: StatusResult.
 Example
   python -m hsx_host status --spec S

@@ -20,7 +20,6 @@ class ContractError(ValueError):
     """A document does not have the shape that this version of hsx knows; the message names the field."""
 
 
-
 T = TypeVar("T")
 
 

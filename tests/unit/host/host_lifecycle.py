@@ -80,16 +80,16 @@ def write_spec(spec: c.RunSpec, folder: Path, name: str = "spec.json") -> str:
     return str(path)
 
 
-def verb(*argv: str, check: int | None = 0, env: dict[str, str] | None = None) -> Any:
+def verb(*argv: str, check: int = 0) -> Any:
     """Run a verb as its own process; the parsed document, after its exit code was checked."""
-    done = subprocess.run(
-        [sys.executable, "-m", "hsx_host", *argv], capture_output=True, text=True, env={**os.environ, **(env or {})}, timeout=120
-    )  # fmt: skip
-    assert check is None or done.returncode == check, (done.returncode, done.stdout, done.stderr)
+    done = subprocess.run([sys.executable, "-m", "hsx_host", *argv], capture_output=True, text=True, timeout=120)
+    assert done.returncode == check, (done.returncode, done.stdout, done.stderr)
     return json.loads(done.stdout)
 
 
-def start_by_hand(spec: c.RunSpec, args: list[str] | None = None, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+def start_by_hand(
+    spec: c.RunSpec, args: list[str] | None = None, env: dict[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     """A server started by somebody else, as a person would; returns once it listens."""
     settings = spec.production
     child = subprocess.Popen(

@@ -111,7 +111,9 @@ def test_a_production_server_of_other_arguments_is_refused_by_name(
 
 
 def test_strangers_on_the_port_are_never_touched(spec: c.RunSpec, by_hand: list[subprocess.Popen[bytes]]) -> None:
-    code = f"import socket,time; s=socket.socket(); s.bind(('{HOST}',{spec.production.port})); s.listen(); time.sleep(600)"
+    code = (
+        f"import socket,time; s=socket.socket(); s.bind(('{HOST}',{spec.production.port})); s.listen(); time.sleep(600)"
+    )
     by_hand.append(subprocess.Popen([sys.executable, "-c", code]))
     wait_for(lambda: listens(spec.production.port))
     live_lease(spec)
@@ -166,7 +168,7 @@ def test_a_server_that_dies_ends_the_wait_with_its_log(spec: c.RunSpec) -> None:
 def test_a_server_that_is_never_healthy_is_stopped_at_the_deadline(spec: c.RunSpec) -> None:
     silent = with_env(spec, "production", FAKE_SILENT="1")
     silent = replace(silent, production=replace(silent.production, start_timeout_s=3.0))
-    with pytest.raises(TryAgain, match="not ready after .*health answers 503"):
+    with pytest.raises(TryAgain, match=r"not ready after .*health answers 503"):
         serve.ensure(silent, "production")
     assert not listens(spec.production.port)
 
@@ -243,7 +245,7 @@ def test_stopped_and_unknown_managers(spec: c.RunSpec) -> None:
     serve.ensure(spec, "production")
     assert serve.ensure(spec, "stopped").changed
     assert not listens(spec.production.port)
-    with pytest.raises(BadInput, match="production.manager"):
+    with pytest.raises(BadInput, match=r"production\.manager"):
         serve.ensure(replace(spec, manager="systemd"), "production")
 
 
@@ -282,7 +284,10 @@ def test_of_two_borrowing_steps_the_last_gives_back(spec: c.RunSpec, tmp_path: P
         "with borrow.extraction_server(read_spec(sys.argv[1])) as f: print(f.pid, flush=True); sys.stdin.readline()"
     )
     other = subprocess.Popen(
-        [sys.executable, "-c", code, write_spec(spec, tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, write_spec(spec, tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert other.stdout is not None
     pid = int(other.stdout.readline())

@@ -91,7 +91,7 @@ def test_harmless_values_pass(extraction: c.ServerSettings) -> None:
 
 def test_addresses(extraction: c.ServerSettings) -> None:
     servers.check_address(extraction, "extraction")
-    with pytest.raises(BadInput, match="extraction.port"):
+    with pytest.raises(BadInput, match=r"extraction\.port"):
         servers.check_address(replace(extraction, port=1), "extraction")
     with pytest.raises(Refused, match="loopback"):
         servers.check_extraction(replace(extraction, host="0.0.0.0"))

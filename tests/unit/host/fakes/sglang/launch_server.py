@@ -1,8 +1,9 @@
 """A stand-in for ``sglang.launch_server`` in unit tests of ownership, stopping and transitions: HTTP, no model.
 
-It answers /health and /generate. Environment variables make it behave badly: FAKE_DIE (ends at once), FAKE_SILENT (never
-healthy), FAKE_SHM (a file in /dev/shm that it keeps open and leaves), FAKE_ORPHAN (a child that ignores SIGTERM),
-FAKE_READY=error|none (how the capture plugin's report goes wrong). What a real server does is tested in tests/system.
+It answers /health and /generate. Environment variables make it behave badly: FAKE_DIE (ends at once), FAKE_SILENT
+(never healthy), FAKE_SHM (a file in /dev/shm that it keeps open and leaves), FAKE_ORPHAN (a child that ignores
+SIGTERM), FAKE_READY=error|none (how the capture plugin's report goes wrong). What a real server does is tested in
+tests/system.
 """
 
 import json

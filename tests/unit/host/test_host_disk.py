@@ -1,0 +1,173 @@
+"""Disk verdicts, what counts as old states, and deleting exactly what was approved."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from host_lifecycle import make_spec
+
+from hsx_host import cleanup, disk, oldstates, state
+from hsx_host import contract as c
+from hsx_host.errors import BadInput, Refused
+
+GIB = 1 << 30
+HUGE = 1 << 60
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> c.RunSpec:
+    spec = make_spec(tmp_path)
+    (tmp_path / "old").mkdir()
+    return spec
+
+
+def plan(spec: c.RunSpec, todo_bytes: int, dataset: str = "") -> None:
+    path = dataset or f"{spec.host.output_root}/new"
+    state.write_document(
+        state.run_dir(spec) / "plan.json",
+        c.PlanResult("id", path, 1, 1, 0, 0, 0, 1, 1, todo_bytes, 1, 1, [], []),
+    )
+
+
+def old_set(root: Path, name: str, file: str = "data_0.pt", size: int = 5000) -> Path:
+    path = root / name / file
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"x" * size)
+    return root / name
+
+
+def listed(spec: c.RunSpec) -> c.DiskVerdict:
+    return disk.run(spec, Namespace())
+
+
+def run_cleanup(spec: c.RunSpec, approve: str = "") -> c.CleanupResult:
+    return cleanup.run(spec, Namespace(approve=approve))
+
+
+def test_verdicts() -> None:
+    old = [c.OldState("/o", 50 * GIB, 1, 1, 1, 0.0)]
+    cases = [(10, 20, 5, [], "fits"), (20, 20, 5, old, "cleanup"), (100, 20, 5, old, "short"), (0, 0, 5, [], "fits")]
+    for needed, free, reserve, sets, want in cases:
+        got = disk.judge(needed * GIB, free * GIB, reserve * GIB, sets)
+        assert got.verdict == want
+        assert got.text.startswith("fits" if want != "short" else "short by 35.00 GiB")
+    assert disk.judge(20 * GIB, 25 * GIB, 5 * GIB, []).verdict == "fits"
+    assert disk.judge(20 * GIB + 1, 25 * GIB, 5 * GIB, []).verdict == "short"
+
+
+def test_what_looks_like_old_states(spec: c.RunSpec, tmp_path: Path) -> None:
+    root = tmp_path / "old"
+    names = {
+        "v1": "data_12.pt", "speculators": "hidden_states/hs_3.safetensors", "specforge": "rows_0-2000/data_0.ckpt",
+        "ours": "v1/data_0.pt", "flat": "hs_0.safetensors",
+    }  # fmt: skip
+    for name, file in names.items():
+        old_set(root, name, file)
+    (root / "ours" / "dataset.json").write_text("{}")
+    for name, file in (("models", "model.safetensors"), ("code", "src/data_0.pt"), ("web", "dataset.json")):
+        old_set(root, name, file)
+    (root / "link").symlink_to(root / "v1")
+    (root / "data_9.pt").write_text("a file directly in the root")
+    outside = old_set(tmp_path, "outside")
+    (root / "v1" / "inner_link").symlink_to(outside)
+    found = oldstates.find(spec, "")
+    assert {Path(s.path).name for s in found} == set(names)
+    v1 = next(s for s in found if s.path.endswith("/v1"))
+    info = os.lstat(root / "v1")
+    assert (v1.device, v1.inode, v1.files) == (info.st_dev, info.st_ino, 1)
+    assert v1.bytes >= 5000
+    assert v1.bytes < 5000 * 3  # the link's target is not counted
+
+
+def test_the_current_data_set_and_what_holds_it_are_never_listed(spec: c.RunSpec, tmp_path: Path) -> None:
+    root = tmp_path / "old"
+    current, other = old_set(root, "current"), old_set(root, "other")
+    holder = old_set(root, "holder")
+    spec = replace(spec, host=replace(spec.host, output_root=str(holder / "deep" / "out")))
+    assert [s.path for s in oldstates.find(spec, str(current))] == [str(other)]
+
+
+def test_needed_and_kept_with_the_run(spec: c.RunSpec, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no plan"):
+        listed(spec)
+    old_set(tmp_path / "old", "a")
+    plan(spec, HUGE)
+    answer = listed(spec)
+    assert answer.verdict == "short"
+    assert answer.needed_bytes == HUGE
+    assert [Path(s.path).name for s in answer.old_states] == ["a"]
+    assert oldstates.list_hash(answer.old_states) in answer.text
+    assert state.read_document(c.DiskVerdict, state.run_dir(spec) / "disk.json") == answer
+
+
+def test_exactly_the_approved_list_goes(spec: c.RunSpec, tmp_path: Path) -> None:
+    root = tmp_path / "old"
+    a, b = old_set(root, "a", size=300_000), old_set(root, "b")
+    plan(spec, HUGE)
+    answer = listed(spec)
+    later = old_set(root, "later")
+    with pytest.raises(Refused, match="not approved"):
+        run_cleanup(spec)
+    with pytest.raises(Refused, match="another list"):
+        run_cleanup(spec, "0" * 16)
+    (b / "data_1.pt").write_bytes(b"new")  # changed since it was listed
+    approved = tmp_path / "approved.json"
+    approved.write_text(c.encode(answer))
+    result = run_cleanup(spec, str(approved))
+    assert result.deleted == [str(a)]
+    assert "changed since it was listed" in result.refused[str(b)]
+    assert not a.exists()
+    assert (b / "data_0.pt").exists()
+    assert later.exists()
+    assert list(root.glob(".hsx*")) == []
+    again = run_cleanup(spec, oldstates.list_hash(answer.old_states))
+    assert again.deleted == []
+    assert "gone" in again.refused[str(a)]
+
+
+def test_links_in_a_set_are_removed_not_followed(spec: c.RunSpec, tmp_path: Path) -> None:
+    outside = old_set(tmp_path, "outside")
+    a = old_set(tmp_path / "old", "a")
+    (a / "link").symlink_to(outside)
+    plan(spec, HUGE)
+    listed(spec)
+    assert run_cleanup(replace(spec, cleanup=replace(spec.cleanup, policy="auto"))).deleted == [str(a)]
+    assert (outside / "data_0.pt").exists()
+
+
+def test_a_set_replaced_by_a_link_stays(spec: c.RunSpec, tmp_path: Path) -> None:
+    a, elsewhere = old_set(tmp_path / "old", "a"), old_set(tmp_path, "elsewhere")
+    plan(spec, HUGE)
+    answer = listed(spec)
+    a.rename(tmp_path / "moved")
+    a.symlink_to(elsewhere)
+    result = run_cleanup(spec, oldstates.list_hash(answer.old_states))
+    assert str(a) in result.refused
+    assert (elsewhere / "data_0.pt").exists()
+
+
+def test_a_listing_that_was_tampered_with_deletes_nothing_outside_the_roots(spec: c.RunSpec, tmp_path: Path) -> None:
+    outside = old_set(tmp_path, "outside")
+    plan(spec, HUGE)
+    answer = replace(listed(spec), old_states=[oldstates.measure(outside)])
+    state.write_document(state.run_dir(spec) / "disk.json", answer)
+    result = run_cleanup(spec, oldstates.list_hash(answer.old_states))
+    assert "not an old set directly below a configured root" in result.refused[str(outside)]
+    assert outside.exists()
+
+
+def test_nothing_goes_where_the_run_fits_or_the_policy_is_never(spec: c.RunSpec, tmp_path: Path) -> None:
+    a = old_set(tmp_path / "old", "a")
+    plan(spec, HUGE)
+    answer = listed(spec)
+    never = replace(spec, cleanup=replace(spec.cleanup, policy="never"))
+    with pytest.raises(Refused, match="delete nothing"):
+        run_cleanup(never, oldstates.list_hash(answer.old_states))
+    plan(spec, 1)
+    result = run_cleanup(spec, oldstates.list_hash(answer.old_states))
+    assert (result.deleted, result.refused, result.freed_bytes) == ([], {}, 0)
+    assert a.exists()

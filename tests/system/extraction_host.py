@@ -22,7 +22,9 @@ LAYERS = [2, 5, 7]
 CHUNK = 64
 
 
-def spec_of(root: Path, model: Path, data: Path, **settings: Any) -> contract.RunSpec:
+def spec_of(
+    root: Path, model: Path, data: Path, *, layers: Sequence[int] = LAYERS, **settings: Any
+) -> contract.RunSpec:
     """A RunSpec of real SGLang on the CPU; ``settings`` go to DataSettings."""
 
     def server(port: int, *flags: str) -> contract.ServerSettings:
@@ -42,7 +44,7 @@ def spec_of(root: Path, model: Path, data: Path, **settings: Any) -> contract.Ru
         production=server(port),
         extraction=server(port, "--disable-radix-cache"),
         model=contract.ModelSettings(str(model), "random"),
-        capture=contract.CaptureSettings(LAYERS, ["speculators_v1"], writers=2, ring_bytes=1 << 22),
+        capture=contract.CaptureSettings(list(layers), ["speculators_v1"], writers=2, ring_bytes=1 << 22),
         data=contract.DataSettings(path=str(data), name=data.name.split(".")[0], **values),
         benchmark=contract.BenchmarkSettings(False, {}),
         cleanup=contract.CleanupSettings(),

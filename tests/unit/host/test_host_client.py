@@ -1,0 +1,341 @@
+"""The client's checks and the shard's verdicts, against a stand-in for server and plugin.
+
+A real server never gives wrong rows on demand, so here a small HTTP server speaks ``/generate`` and writes the
+plugin's record, with one fault at a time. Everything that a real server can show is in ``tests/system``.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import zlib
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import host_data as h
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hsx_host import borrow, extract, fingerprint, formats, plan, proof
+from hsx_host import contract as c
+from hsx_host.client import Client, Engine, NoSpace, SampleFault, ServerGone
+from hsx_host.dataset import Sample, identity
+from hsx_host.errors import TryAgain
+from hsx_host.formats import speculators_v1 as v1
+from hsx_host.manifest import Failed, Published, read_lines
+from hsx_host.shards import ShardFiles
+from hsx_host.spool import CaptureRecord, CaptureRequest, PlaneRecord
+
+Change = Callable[[dict[str, Any], CaptureRecord], "tuple[dict[str, Any], CaptureRecord | None]"]
+
+
+class StandIn:
+    """Server and plugin in one. ``change`` may spoil the answer and the record; ``status`` other than 200 refuses."""
+
+    def __init__(self, spool: Path) -> None:
+        self.spool = spool
+        self.change: Change | None = None
+        self.status: Callable[[list[int]], int] = lambda ids: 200
+        self.rids: list[str] = []
+        self.next_token: Callable[[Any], int] = lambda last: 7
+        self.alive = True
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def engine(self) -> Engine:
+        return Engine(self.url, self.spool, lambda: self.alive)
+
+    def _answer(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        rid, ids = body["rid"], body["input_ids"]
+        self.rids.append(rid)
+        status = self.status(ids)
+        if status != 200:
+            return status, {"error": "the stand-in refuses"}
+        request = c.decode(CaptureRequest, (self.spool / f"{rid}.json").read_bytes())
+        planes = h.states(len(ids), seed=sum(ids))
+        crcs = h.fill(Path(request.path), formats.Laid(0, request.planes, {}), planes)
+        said = zlib.crc32(np.array(ids, "<i8").tobytes())
+        record = CaptureRecord(
+            rid, len(ids), 0, 1, said, [PlaneRecord(p.name, crcs[p.name], True, False, False) for p in request.planes]
+        )
+        answer = {
+            "output_ids": [self.next_token(planes[-1][-1])],
+            "meta_info": {"prompt_tokens": len(ids), "cached_tokens": 0},
+        }
+        kept: CaptureRecord | None = record
+        if self.change:
+            answer, kept = self.change(answer, record)
+        if kept is not None:
+            (self.spool / f"{rid}.tmp").write_text(c.encode(kept))
+            (self.spool / f"{rid}.tmp").rename(self.spool / f"{rid}.done.json")
+        return 200, answer
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        stand_in = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                status, answer = stand_in._answer(body) if self.path == "/generate" else (200, {})
+                data = json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        return Handler
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[StandIn]:
+    (tmp_path / "spool").mkdir()
+    made = StandIn(tmp_path / "spool")
+    yield made
+    made.close()
+
+
+def sample(tokens: int = 9, row: int = 0) -> Sample:
+    ids, mask = np.arange(tokens, dtype=np.int32), np.ones(tokens, np.uint8)
+    return Sample(row, ids, mask, identity(ids, mask))
+
+
+def asker(server: StandIn, tmp_path: Path, timeout_s: float = 20.0) -> Client:
+    return Client(server.engine(), v1, h.SHAPE, tmp_path / "tmp", timeout_s)  # type: ignore[arg-type]
+
+
+def nothing_left(tmp_path: Path) -> None:
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert list((tmp_path / "spool").iterdir()) == []
+
+
+def test_a_good_sample_is_whole(server: StandIn, tmp_path: Path) -> None:
+    got = asker(server, tmp_path).capture(sample())
+    assert got.text == "9 sent, 9 dumped, 0 cached"
+    assert v1.check(got.path, 9, h.SHAPE)[0] == got.crc32
+    body = torch.load(got.path, weights_only=True)
+    assert all(torch.equal(a, b) for a, b in zip(body["hidden_states"], h.states(9, seed=36), strict=True))
+    assert list((tmp_path / "spool").iterdir()) == []
+
+
+def planes(record: CaptureRecord, **flags: bool) -> CaptureRecord:
+    return replace(record, planes=[replace(record.planes[0], **flags), *record.planes[1:]])
+
+
+def meta(answer: dict[str, Any], **values: Any) -> dict[str, Any]:
+    return {**answer, "meta_info": {**answer["meta_info"], **values}}
+
+
+FAULTS: dict[str, tuple[Change, str]] = {
+    "rows missing": (lambda a, r: (a, replace(r, rows=8)), "9 sent, 8 dumped, 0 cached: 8 rows for 9 tokens"),
+    "cached": (lambda a, r: (meta(a, cached_tokens=4), r), "4 tokens came from a cache"),
+    "no count of cached": (lambda a, r: (meta(a, cached_tokens=None), r), "None tokens came from a cache"),
+    "prompt cut": (lambda a, r: (meta(a, prompt_tokens=5), r), "counted 5 prompt tokens"),
+    "other ids": (lambda a, r: (a, replace(r, ids_crc32=1)), "other token ids"),
+    "NaN": (lambda a, r: (a, planes(r, finite=False)), "layer_1 is not finite"),
+    "zero": (lambda a, r: (a, planes(r, zero=True, constant=True)), "layer_1 is all zero"),
+    "constant": (lambda a, r: (a, planes(r, constant=True)), "layer_1 is constant"),
+    "plane missing": (lambda a, r: (a, replace(r, planes=r.planes[1:])), "planes ['layer_3'"),
+    "planes swapped": (lambda a, r: (a, replace(r, planes=r.planes[::-1])), "planes ['final'"),
+    "plugin's error": (lambda a, r: (a, replace(r, error="a writer broke", rows=3)), "the plugin says: a writer broke"),
+    "no token": (lambda a, r: ({**a, "output_ids": []}, r), "output_ids are []"),
+    "no meta_info": (lambda a, r: ({"text": ""}, r), "no meta_info"),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_each_fault_is_named_and_leaves_nothing(server: StandIn, tmp_path: Path, kind: str) -> None:
+    server.change, words = FAULTS[kind]
+    with pytest.raises(SampleFault) as info:
+        asker(server, tmp_path).capture(sample())
+    assert words in info.value.reason
+    assert not info.value.final
+    nothing_left(tmp_path)
+
+
+def test_no_record(server: StandIn, tmp_path: Path) -> None:
+    server.change = lambda a, r: (a, None)
+    with pytest.raises(SampleFault, match="wrote no record in 1 s"):
+        asker(server, tmp_path, timeout_s=1.0).capture(sample())
+    nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize(("status", "final"), [(400, True), (500, False), (503, False)])
+def test_refused_requests(server: StandIn, tmp_path: Path, status: int, final: bool) -> None:
+    server.status = lambda ids: status
+    with pytest.raises(SampleFault, match=f"answered {status}.*stand-in refuses") as info:
+        asker(server, tmp_path).capture(sample())
+    assert info.value.final is final
+    nothing_left(tmp_path)
+
+
+def test_a_dead_server_is_no_samples_fault(server: StandIn, tmp_path: Path) -> None:
+    asked = asker(server, tmp_path)
+    server.close()
+    with pytest.raises(ServerGone, match="takes no connection"):
+        asked.capture(sample())
+    server.alive = False
+    with pytest.raises(ServerGone, match="main process is gone"):
+        asked.capture(sample())
+    nothing_left(tmp_path)
+
+
+def test_a_full_disk_is_no_samples_fault(server: StandIn, tmp_path: Path) -> None:
+    server.change = lambda a, r: (a, replace(r, error="OSError: [Errno 28] No space left on device"))
+    with pytest.raises(NoSpace, match="No space left"):
+        asker(server, tmp_path).capture(sample())
+    nothing_left(tmp_path)
+
+
+def test_every_try_has_a_rid_of_its_own(server: StandIn, tmp_path: Path) -> None:
+    asked = asker(server, tmp_path)
+    for _ in range(3):
+        asked.capture(sample()).path.unlink()
+    assert len(set(server.rids)) == 3
+    assert all(rid.startswith("hsx-") for rid in server.rids)
+
+
+# ---------------------------------------------------------------- a whole shard
+
+
+@pytest.fixture
+def shard(server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> c.RunSpec:
+    """A planned shard of six samples, with the stand-in as its extraction server."""
+    spec = h.make_spec(
+        tmp_path, h.write_lines(tmp_path / "d.jsonl", h.samples(6)), shard_size=8, tries=3, request_timeout_s=20.0
+    )
+    plan.run(spec, Namespace(dry_run=False))
+    weight = {"weight": torch.ones(h.HIDDEN).bfloat16(), "eps": torch.tensor([1e-5], dtype=torch.float64)}
+    save_file(weight, server.spool / proof.NORM_FILE)
+    prover = proof.NextToken(spec.model.path, server.spool / proof.NORM_FILE)
+    head = prover._head[:].float()
+    server.next_token = lambda last: int((head @ prover.normed(last).float()).argmax())
+
+    @contextmanager
+    def borrowed(given: c.RunSpec) -> Iterator[None]:
+        yield
+
+    monkeypatch.setattr(borrow, "extraction_server", borrowed)
+    monkeypatch.setattr(extract, "live_engine", lambda given: server.engine())
+    monkeypatch.setattr(extract, "ready_norm_class", lambda spool: "RMSNorm")
+    return spec
+
+
+def extracted(spec: c.RunSpec) -> c.ShardSummary:
+    return extract.run(spec, Namespace(shard=0))
+
+
+def files_of(spec: c.RunSpec) -> ShardFiles:
+    return ShardFiles(fingerprint.opened(spec)[0], 0)
+
+
+def test_shard_is_published(shard: c.RunSpec) -> None:
+    summary = extracted(shard)
+    assert (summary.published, summary.extracted, summary.failed) == (6, 6, 0)
+    assert summary.name == "shard 00000 rows 0-5"
+    assert summary.proof.startswith("6 of 6 next tokens")
+    assert not files_of(shard).tmp.exists()
+
+
+def test_a_fault_that_passes_costs_a_try_and_nothing_else(shard: c.RunSpec, server: StandIn) -> None:
+    seen: set[int] = set()
+
+    def once(answer: dict[str, Any], record: CaptureRecord) -> tuple[dict[str, Any], CaptureRecord]:
+        first = record.rows not in seen
+        seen.add(record.rows)
+        return answer, planes(record, finite=False) if first else record
+
+    server.change = once
+    assert extracted(shard).published == 6
+    assert len(server.rids) == 12
+
+
+def test_a_fault_that_stays_is_in_the_ledger_with_its_tries(shard: c.RunSpec, server: StandIn) -> None:
+    def bad(answer: dict[str, Any], record: CaptureRecord) -> tuple[dict[str, Any], CaptureRecord]:
+        return answer, planes(record, finite=False) if record.rows == 7 else record  # row 2
+
+    server.change = bad
+    with h.refuses(TryAgain, "failures.jsonl", "1 of 6 samples", "row 2 after 3 tries", "layer_1 is not finite"):
+        extracted(shard)
+    (line,) = read_lines(files_of(shard).failures, Failed)[0]
+    assert (line.index, line.tokens, line.tries) == (2, 7, 3)
+    assert len(read_lines(files_of(shard).manifest, Published)[0]) == 5
+    server.change, asked = None, len(server.rids)
+    assert extracted(shard).extracted == 1
+    assert len(server.rids) == asked + 1, "only the failed sample was asked for again"
+    assert files_of(shard).failures.read_bytes() == b""
+
+
+def test_nothing_published_is_a_failure(shard: c.RunSpec, server: StandIn) -> None:
+    server.status = lambda ids: 400
+    with h.refuses(TryAgain, "failures.jsonl", "6 of 6 samples"):
+        extracted(shard)
+    assert len(server.rids) == 6, "a refused request was tried again"
+
+
+def test_a_full_disk_names_the_bytes_that_are_left(shard: c.RunSpec, server: StandIn) -> None:
+    count = iter(range(100))
+
+    def full(answer: dict[str, Any], record: CaptureRecord) -> tuple[dict[str, Any], CaptureRecord]:
+        return answer, replace(record, error="OSError: [Errno 28] No space left on device") if next(
+            count
+        ) == 2 else record
+
+    server.change = full
+    spec = replace(shard, data=replace(shard.data, concurrency=1))
+    left = sum(v1.file_bytes(n, h.SHAPE) for n in (5, 6, 7, 8))  # longest first: 10 and 9 tokens were published
+    with h.refuses(TryAgain, "host.output_root", "No space left", f"which need {left} bytes"):
+        extracted(spec)
+    assert read_lines(files_of(spec).failures, Failed)[0] == []
+    server.change = None
+    assert extracted(spec).extracted == 4
+
+
+def test_a_dead_server_costs_no_tries(shard: c.RunSpec, server: StandIn) -> None:
+    """The third request gets no record, and the server's process is gone: no sample is to blame."""
+    count = iter(range(100))
+
+    def dies(answer: dict[str, Any], record: CaptureRecord) -> tuple[dict[str, Any], CaptureRecord | None]:
+        server.alive = server.alive and next(count) < 2
+        return answer, record if server.alive else None
+
+    server.change = dies
+    spec = replace(shard, data=replace(shard.data, tries=1, concurrency=1))
+    with h.refuses(TryAgain, "extraction", "server is gone", "4 samples of shard 00000 are left"):
+        extracted(spec)
+    assert read_lines(files_of(spec).failures, Failed)[0] == []
+    assert len(read_lines(files_of(spec).manifest, Published)[0]) == 2
+
+
+def test_leftovers_of_a_crash_are_removed(shard: c.RunSpec) -> None:
+    files = files_of(shard)
+    files.tmp.mkdir(parents=True)
+    (files.tmp / "hsx-old.part").write_bytes(b"x")
+    folder = files.dataset / "v1"
+    folder.mkdir()
+    (folder / "data_3.pt").write_bytes(b"renamed, but not in the manifest")
+    (folder / "data_8.pt").write_bytes(b"another shard's")
+    assert extracted(shard).extracted == 6
+    assert not files.tmp.exists()
+    assert (folder / "data_8.pt").read_bytes() == b"another shard's"

@@ -1,0 +1,219 @@
+"""Plan: shards, sizes, what is left to do, and every reason to refuse."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import host_data as h
+import pytest
+
+from hsx_host import contract as c
+from hsx_host import fingerprint, plan
+from hsx_host.errors import BadInput, Refused, TryAgain
+from hsx_host.formats import speculators_v1 as v1
+from hsx_host.shards import ShardFiles, read_input, shard_ids
+
+
+def run(spec: c.RunSpec, dry_run: bool = False) -> c.PlanResult:
+    return plan.run(spec, Namespace(dry_run=dry_run))
+
+
+def planned(root: Path, lines: list[str], **settings: Any) -> tuple[c.RunSpec, c.PlanResult]:
+    spec = h.make_spec(root, h.write_lines(root / "d.jsonl", lines), **settings)
+    return spec, run(spec)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder; locks aside."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_shards_sizes_and_inputs(tmp_path: Path) -> None:
+    _spec, result = planned(tmp_path, h.samples(10))
+    assert [(s.id, s.name, s.first_row, s.rows, s.todo) for s in result.shards] == [
+        (0, "shard 00000 rows 0-3", 0, 4, 4),
+        (1, "shard 00001 rows 4-7", 4, 4, 4),
+        (2, "shard 00002 rows 8-9", 8, 2, 2),
+    ]
+    tokens = [5 + i for i in range(10)]
+    assert [s.tokens for s in result.shards] == [sum(tokens[:4]), sum(tokens[4:8]), sum(tokens[8:])]
+    assert [s.bytes for s in result.shards][2] == sum(v1.file_bytes(n, h.SHAPE) for n in tokens[8:])
+    assert (result.rows, result.valid, result.todo, result.done, result.longest) == (10, 10, 10, 0, 14)
+    assert result.bytes_per_token == 4 * h.HIDDEN * 2
+    assert result.todo_bytes == sum(s.bytes for s in result.shards)
+    dataset = Path(result.dataset_dir)
+    assert dataset.name == result.dataset_id == json.loads((dataset / "dataset.json").read_text())["dataset_id"]
+    one = read_input(ShardFiles(dataset, 1)).sample(2)
+    wanted = json.loads(h.samples(10)[6])
+    assert (one.row, one.ids.tolist(), one.mask.tolist()) == (6, wanted["input_ids"], wanted["loss_mask"])
+    assert c.decode(c.PlanResult, (tmp_path / "home/runs").glob("*/plan.json").__next__().read_bytes()) == result
+
+
+def test_rejects_keep_their_rows_and_nothing_shifts(tmp_path: Path) -> None:
+    lines = h.samples(9)
+    lines[0], lines[5] = "{broken", h.line([1, h.VOCAB])
+    _spec, result = planned(tmp_path, lines, max_rejects=2)
+    assert (result.rows, result.valid, result.rejected) == (9, 7, 2)
+    assert [r.split(":")[0] for r in result.rejects] == ["row 0", "row 5"]
+    dataset = Path(result.dataset_dir)
+    rows = [read_input(ShardFiles(dataset, s)).rows.tolist() for s in shard_ids(dataset)]
+    assert rows == [[1, 2, 3], [4, 6, 7], [8]]
+    rejected = [json.loads(one) for one in (dataset / "rejects.jsonl").read_text().splitlines()]
+    assert [(r["row"], r["line"]) for r in rejected] == [(0, 1), (5, 6)]
+    assert "vocabulary" in rejected[1]["reason"]
+
+
+def test_too_many_rejects_list_the_first_and_leave_nothing(tmp_path: Path) -> None:
+    spec = h.make_spec(tmp_path, h.write_lines(tmp_path / "d.jsonl", [*h.samples(5), "", h.line([])]), max_rejects=1)
+    with h.refuses(
+        BadInput, "data.max_rejects", "2 of 7 rows", "row 5: the line is empty", "row 6: input_ids is empty"
+    ):
+        run(spec)
+    assert not (tmp_path / "out").exists() or tree(tmp_path / "out") == {}
+
+
+def test_a_file_of_another_kind_is_not_read_to_its_end(tmp_path: Path) -> None:
+    spec = h.make_spec(tmp_path, h.write_lines(tmp_path / "d.jsonl", ["prose"] * 5000), max_rejects=3)
+    with h.refuses(BadInput, "data.max_rejects", "1003 or more of 1003 read so far"):
+        run(spec)
+
+
+def test_no_valid_sample(tmp_path: Path) -> None:
+    spec = h.make_spec(tmp_path, h.write_lines(tmp_path / "d.jsonl", ["x", "y"]), max_rejects=9)
+    with h.refuses(BadInput, "data.path", "no valid sample in 2 rows", "row 0"):
+        run(spec)
+
+
+def test_duplicates_are_counted_and_extracted(tmp_path: Path) -> None:
+    _, result = planned(tmp_path, [*h.samples(3), h.samples(3)[1], h.samples(3)[1]])
+    assert (result.duplicates, result.todo) == (2, 5)
+
+
+def test_only_the_wanted_shards(tmp_path: Path) -> None:
+    _, result = planned(tmp_path, h.samples(10), shards=[2, 0])
+    assert [s.id for s in result.shards] == [0, 2]
+    assert (result.rows, result.todo) == (10, 6)
+    assert shard_ids(Path(result.dataset_dir)) == [0, 2]
+
+
+@pytest.mark.parametrize("shard", [3, -1])
+def test_unknown_shard_is_named(tmp_path: Path, shard: int) -> None:
+    spec = h.make_spec(tmp_path, h.write_lines(tmp_path / "d.jsonl", h.samples(10)), shards=[0, shard])
+    with h.refuses(BadInput, "data.shards", f"shard {shard} does not exist", "shards 0 to 2"):
+        run(spec)
+
+
+def test_published_samples_are_left_out(tmp_path: Path) -> None:
+    spec, _ = planned(tmp_path, h.samples(8))
+    dataset = h.publish(spec, rows=[0, 1, 2, 3, 5])
+    result = run(spec)
+    assert [(s.id, s.todo) for s in result.shards] == [(1, 3)]
+    assert (result.done, result.todo) == (5, 3)
+    (dataset / "v1/data_2.pt").unlink()
+    (dataset / "v1/data_5.pt").write_bytes(b"cut")
+    assert [(s.id, s.todo) for s in run(spec).shards] == [(0, 1), (1, 4)]
+
+
+def test_with_nothing_to_do_no_shard_is_named(tmp_path: Path) -> None:
+    spec, _ = planned(tmp_path, h.samples(5))
+    h.publish(spec)
+    result = run(spec)
+    assert (result.shards, result.todo, result.done, result.todo_bytes) == ([], 0, 5, 0)
+
+
+def test_changed_and_added_rows_are_to_do(tmp_path: Path) -> None:
+    spec, _ = planned(tmp_path, h.samples(5))
+    h.publish(spec)
+    lines = h.samples(6)
+    lines[1] = h.line([9, 9])
+    h.write_lines(Path(spec.data.path), lines)
+    result = run(spec)
+    assert [(s.id, s.todo) for s in result.shards] == [(0, 1), (1, 1)]
+
+
+def test_fewer_rows_are_refused_and_the_old_plan_stays(tmp_path: Path) -> None:
+    spec, result = planned(tmp_path, h.samples(8))
+    before = tree(Path(result.dataset_dir))
+    h.write_lines(Path(spec.data.path), h.samples(7))
+    with h.refuses(Refused, "data.path", "8 rows", "7", "rows would be lost", "data.name"):
+        run(spec)
+    assert tree(Path(result.dataset_dir)) == before
+
+
+def test_a_published_row_that_is_now_a_reject_is_refused(tmp_path: Path) -> None:
+    spec, _ = planned(tmp_path, h.samples(5), max_rejects=5)
+    h.publish(spec)
+    h.write_lines(Path(spec.data.path), [*h.samples(5)[:4], "broken"])
+    with h.refuses(Refused, "data.path", "row 4 is published", "not JSON"):
+        run(spec)
+
+
+def test_dry_run_writes_nothing_below_the_output(tmp_path: Path) -> None:
+    spec = h.make_spec(tmp_path, h.write_lines(tmp_path / "d.jsonl", h.samples(5)))
+    result = run(spec, dry_run=True)
+    assert result.todo == 5
+    assert not (tmp_path / "out").exists()
+    assert len(list((tmp_path / "home/runs").glob("*/plan.json"))) == 1
+    with h.refuses(TryAgain, "data.name", "plan"):
+        fingerprint.opened(spec)
+
+
+def test_dry_run_beside_a_made_data_set(tmp_path: Path) -> None:
+    spec, result = planned(tmp_path, h.samples(5))
+    before = tree(Path(result.dataset_dir))
+    h.write_lines(Path(spec.data.path), h.samples(9))
+    assert run(spec, dry_run=True).todo == 9
+    assert tree(Path(result.dataset_dir)) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"data": {"shard_size": 5}}, "data.shard_size"),
+        ({"data": {"path": "elsewhere.jsonl"}}, "data.path"),
+    ],
+)
+def test_another_meaning_under_the_same_id_is_refused(tmp_path: Path, change: dict[str, Any], field: str) -> None:
+    spec, _ = planned(tmp_path, h.samples(5))
+    values = dict(change["data"])
+    if "path" in values:
+        values["path"] = str(h.write_lines(tmp_path / values["path"], h.samples(5)))
+    with h.refuses(Refused, field, field.split(".")[1], "data.name"):
+        run(replace(spec, data=replace(spec.data, **values)))
+
+
+@pytest.mark.parametrize("what", ["layers", "revision", "config", "weights"])
+def test_what_rows_depend_on_makes_another_data_set(tmp_path: Path, what: str) -> None:
+    spec, first = planned(tmp_path, h.samples(3))
+    changed = spec
+    if what == "layers":
+        changed = replace(spec, capture=replace(spec.capture, layers=[1, 3, 5]))
+    elif what == "revision":
+        changed = replace(spec, model=replace(spec.model, revision="r2"))
+    elif what == "config":
+        h.make_model(Path(spec.model.path), rms_norm_eps=1e-6)
+    else:
+        file = Path(spec.model.path) / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+    assert run(changed).dataset_id != first.dataset_id
+
+
+@pytest.mark.parametrize(
+    ("layers", "word"),
+    [([], "ascend"), ([3, 1], "ascend"), ([1, 1], "ascend"), ([1, 8], "layers are 0 to 7"), ([-1], "0")],
+)
+def test_layers_that_do_not_exist(tmp_path: Path, layers: list[int], word: str) -> None:
+    spec = h.make_spec(tmp_path, h.write_lines(tmp_path / "d.jsonl", h.samples(3)), layers=layers)
+    with h.refuses(BadInput, "capture.layers", word):
+        run(spec)
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a/b", "-x", "a b"])
+def test_names_that_are_no_folder(tmp_path: Path, name: str) -> None:
+    spec = h.make_spec(tmp_path, h.write_lines(tmp_path / "d.jsonl", h.samples(3)), name=name)
+    with h.refuses(BadInput, "data.name"):
+        run(spec)

@@ -1,0 +1,302 @@
+"""The proof, verify, handoff and convert, on data sets with every kind of fault."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import host_data as h
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hsx_host import contract as c
+from hsx_host import convert, handoff, plan, proof, verify
+from hsx_host.errors import BadInput, Refused, TryAgain
+from hsx_host.manifest import Failed, Ledger, Published, read_lines, rewrite
+from hsx_host.shards import ShardFiles
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> tuple[c.RunSpec, Path]:
+    """Ten published samples in three shards."""
+    spec = h.make_spec(tmp_path, h.write_lines(tmp_path / "d.jsonl", h.samples(10)), proof_samples=10)
+    plan.run(spec, Namespace(dry_run=False))
+    return spec, h.publish(spec)
+
+
+def check(spec: c.RunSpec, deep: bool = False) -> c.VerifyReport:
+    report: c.VerifyReport = verify.run(spec, Namespace(deep=deep))
+    return report
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0xFF
+    path.write_bytes(data)
+
+
+def place(path: Path, name: str) -> int:
+    from hsx_host.formats import speculators_v1 as v1
+
+    tokens = 5 + int(path.stem.split("_")[1])
+    return v1.check(path, tokens, h.SHAPE)[1][name][0]
+
+
+def test_a_whole_data_set(made: tuple[c.RunSpec, Path]) -> None:
+    spec, dataset = made
+    for deep in (False, True):
+        report = check(spec, deep)
+        assert (report.ok, report.samples, report.proved, report.problems) == (True, 10, 10, [])
+        assert report.tokens == sum(5 + i for i in range(10))
+        assert report.bytes == sum(p.stat().st_size for p in (dataset / "v1").glob("*.pt"))
+
+
+@pytest.mark.parametrize("plane", ["input_ids", "layer_3", "loss_mask"])
+def test_one_changed_byte_is_found_by_deep_only(made: tuple[c.RunSpec, Path], plane: str) -> None:
+    spec, dataset = made
+    path = dataset / "v1/data_7.pt"
+    flip(path, place(path, plane) + 3)
+    assert check(spec).ok
+    with h.refuses(Refused, "manifest.jsonl", f"row 7: v1/data_7.pt: {plane} does not match its checksum"):
+        check(spec, deep=True)
+
+
+def test_cut_and_missing_files(made: tuple[c.RunSpec, Path]) -> None:
+    spec, dataset = made
+    (dataset / "v1/data_1.pt").unlink()
+    (dataset / "v1/data_9.pt").write_bytes(b"")
+    with h.refuses(Refused, "manifest.jsonl", "row 1 has no file", "row 9 has a file of 0 bytes", "2 are missing"):
+        check(spec)
+
+
+def test_another_samples_file_of_the_same_size(made: tuple[c.RunSpec, Path]) -> None:
+    spec, dataset = made
+    path = dataset / "v1/data_3.pt"
+    path.unlink()
+    h.sample_file(path, [1] * 8, [1] * 8, h.states(8, seed=99))
+    with h.refuses(Refused, "manifest.jsonl", "row 3: v1/data_3.pt: its header has other checksums"):
+        check(spec)
+
+
+def test_samples_that_were_never_extracted(made: tuple[c.RunSpec, Path]) -> None:
+    spec, dataset = made
+    files = ShardFiles(dataset, 1)
+    rewrite(files.manifest, [line for line in read_lines(files.manifest, Published)[0] if line.index != 6])
+    (dataset / "v1/data_6.pt").unlink()
+    with h.refuses(TryAgain, "manifest.jsonl", "1 are missing", "missing rows: 6"):
+        check(spec)
+    ledger: Ledger[Failed] = Ledger(files.failures)
+    ledger.append(Failed(6, 11, "", "layer_3 is not finite", 3, 1.0))
+    ledger.close()
+    with h.refuses(TryAgain, "manifest.jsonl", "0 are missing, 1 failed", "row 6: layer_3 is not finite"):
+        check(spec)
+    with h.refuses(Refused, "data.name", "1 failed"):
+        handoff.run(spec, Namespace())
+    assert not (dataset / "handoff.json").exists()
+
+
+def test_only_the_shards_of_the_run(made: tuple[c.RunSpec, Path]) -> None:
+    spec, dataset = made
+    (dataset / "v1/data_9.pt").unlink()
+    report = check(replace(spec, data=replace(spec.data, shards=[0, 1])))
+    assert (report.ok, report.samples) == (True, 8)
+
+
+@pytest.mark.parametrize("name", ["token_freq.pt", "data_77.pt", "x.ckpt", "deeper/y.pt"])
+def test_a_stray_file_would_be_trained_on(made: tuple[c.RunSpec, Path], name: str) -> None:
+    spec, dataset = made
+    (dataset / "v1" / name).parent.mkdir(exist_ok=True)
+    (dataset / "v1" / name).write_bytes(b"x")
+    with h.refuses(Refused, "manifest.jsonl", f"v1/{name} is in no manifest"):
+        check(spec)
+
+
+def test_nothing_published(tmp_path: Path) -> None:
+    spec = h.make_spec(tmp_path, h.write_lines(tmp_path / "d.jsonl", h.samples(3)))
+    plan.run(spec, Namespace(dry_run=False))
+    with h.refuses(TryAgain, "manifest.jsonl", "missing rows: 0, 1, 2", "no sample is published"):
+        check(spec)
+
+
+def republish(dataset: Path, row: int, planes: list[Any]) -> None:
+    """Other states under a row, with a manifest that agrees with them: only the proof can see it."""
+    files = ShardFiles(dataset, row // 4)
+    lines = read_lines(files.manifest, Published)[0]
+    (line,) = [one for one in lines if one.index == row]
+    path = dataset / line.file
+    body = torch.load(path, weights_only=True)
+    path.unlink()
+    crcs = h.sample_file(path, body["input_ids"].numpy(), body["loss_mask"].numpy(), planes)
+    rewrite(files.manifest, [replace(one, crc32=crcs) if one.index == row else one for one in lines])
+
+
+@pytest.mark.parametrize("fault", ["last row lost", "another request's", "another plane"])
+def test_the_proof_sees_what_checksums_do_not(made: tuple[c.RunSpec, Path], fault: str) -> None:
+    spec, dataset = made
+    planes = h.states(5 + 6, seed=6)
+    if fault == "last row lost":
+        planes[-1] = torch.cat([planes[-1][:1], planes[-1][:-1]])
+    elif fault == "another request's":
+        planes[-1] = h.states(5 + 6, seed=7)[-1]
+    else:
+        planes[-1] = planes[-2]
+    republish(dataset, 6, planes)
+    with h.refuses(Refused, "manifest.jsonl", "row 6: head(norm(final)) gives token"):
+        check(spec, deep=True)
+
+
+def prover(tmp_path: Path, head: Any, weight: Any, **config: Any) -> proof.NextToken:
+    h.make_model(tmp_path / "m", **config)
+    name = "model.embed_tokens.weight" if config.get("tie_word_embeddings") else "lm_head.weight"
+    save_file({name: head.bfloat16().contiguous(), "other.weight": torch.zeros(2)}, tmp_path / "m/model.safetensors")
+    norm = tmp_path / "norm.safetensors"
+    save_file({"weight": weight.bfloat16(), "eps": torch.tensor([1e-5], dtype=torch.float64)}, norm)
+    return proof.NextToken(str(tmp_path / "m"), norm)
+
+
+def test_norm_is_torchs_own(tmp_path: Path) -> None:
+    weight = torch.randn(h.HIDDEN).bfloat16()
+    ours = prover(tmp_path, torch.randn(9, h.HIDDEN), weight)
+    x = (30 * torch.randn(50, h.HIDDEN)).bfloat16()
+    theirs = torch.nn.functional.rms_norm(x.float(), (h.HIDDEN,), weight.float(), eps=1e-5)
+    assert float((ours.normed(x).float() - theirs).norm() / theirs.norm()) < 0.004  # ours is rounded to bf16
+
+
+def test_ties_are_bf16_wide_and_no_wider(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    h_ = torch.randn(h.HIDDEN)
+    head = torch.randn(50, h.HIDDEN) * 0.1
+    head[7] = h_ / h_.norm()
+    head[8] = head[7] * (1 - 2**-9)  # closer than a logit's rounding
+    head[9] = head[7] * 0.9
+    ours = prover(tmp_path, head, torch.ones(h.HIDDEN))
+    last = h_.bfloat16()
+    exact, tied, wrong = ours.prove(last, 7), ours.prove(last, 8), ours.prove(last, 9)
+    assert exact.ok
+    assert tied.ok
+    assert not wrong.ok
+    assert "token 7, the server gave 9" in wrong.text.replace("gives token 7", "token 7")
+    assert not ours.prove(last, 50).ok
+    assert not ours.prove(last, -1).ok
+
+
+def test_norm_left_out_or_doubled_fails(tmp_path: Path) -> None:
+    """With a norm weight that is not flat, states after the norm don't prove as states before it."""
+    torch.manual_seed(1)
+    weight = torch.randn(h.HIDDEN).exp()
+    ours = prover(tmp_path, torch.randn(3000, h.HIDDEN), weight)
+    head = ours._head[:].float()
+    failed = 0
+    for _ in range(20):
+        before = (5 * torch.randn(h.HIDDEN)).bfloat16()
+        token = int((head @ ours.normed(before).float()).argmax())
+        assert ours.prove(before, token).ok
+        failed += not ours.prove(ours.normed(before), token).ok
+    assert failed >= 10
+
+
+def test_head_by_index_tied_and_missing(tmp_path: Path) -> None:
+    tied = prover(tmp_path / "a", torch.randn(9, h.HIDDEN), torch.ones(h.HIDDEN), tie_word_embeddings=True)
+    assert tied._name == "model.embed_tokens.weight"
+    folder = h.make_model(tmp_path / "b")
+    (folder / "model.safetensors").rename(folder / "model-00002-of-00002.safetensors")
+    names = {"x.weight": "model-00001-of-00002.safetensors", "language_model.lm_head.weight": "b.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert proof.find_head(folder) == (folder / "b.safetensors", "language_model.lm_head.weight")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "y"}}))
+    with h.refuses(BadInput, "model.path", "lm_head.weight"):
+        proof.find_head(folder)
+
+
+def test_another_norm_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "spool").mkdir()
+    (tmp_path / "set").mkdir()
+    (tmp_path / "spool" / proof.NORM_FILE).write_bytes(b"one")
+    with h.refuses(Refused, "model.path", "RMSNorm"):
+        proof.keep_norm(tmp_path / "spool", "GemmaRMSNorm", tmp_path / "set")
+    proof.keep_norm(tmp_path / "spool", "RMSNorm", tmp_path / "set")
+    (tmp_path / "spool" / proof.NORM_FILE).write_bytes(b"two")
+    with h.refuses(Refused, proof.NORM_FILE, "differs"):
+        proof.keep_norm(tmp_path / "spool", "RMSNorm", tmp_path / "set")
+    assert (tmp_path / "set" / proof.NORM_FILE).read_bytes() == b"one"
+
+
+def test_handoff_is_the_document_and_names_every_engines_ids(made: tuple[c.RunSpec, Path]) -> None:
+    spec, dataset = made
+    result = handoff.run(spec, Namespace())
+    assert c.decode(c.HandoffResult, (dataset / "handoff.json").read_bytes()) == result
+    assert (result.samples, result.layers, result.final.split(":")[0]) == (10, [1, 3, 6], "before_norm")
+    assert result.formats == {"speculators_v1": str(dataset / "v1")}
+    assert json.loads((dataset / "v1/sample_lengths.json").read_text()) == {str(i): 5 + i for i in range(10)}
+    assert check(spec).ok, "side files are no strays"
+    assert handoff.run(spec, Namespace()) == result
+
+
+def test_layer_ids_are_the_reference_table() -> None:
+    ids = handoff.layer_ids([3, 31, 59])
+    assert ids["vllm"] == ids["hsx"] == ids["sglang_layers_to_capture"] == [3, 31, 59]
+    assert ids["sglang_llama_setter"] == ids["specforge"] == ids["speculators_0.4_layer_ids"] == [2, 30, 58]
+    assert all(len(v) == 3 for v in ids.values()), "the final is never among them"
+    assert "specforge" not in handoff.layer_ids([0, 2, 4])
+
+
+def test_manifest_hash_changes_with_a_sample(made: tuple[c.RunSpec, Path]) -> None:
+    _spec, dataset = made
+    before = handoff.manifest_sha256(dataset)
+    republish(dataset, 2, h.states(7, seed=50))
+    assert handoff.manifest_sha256(dataset) != before
+
+
+def arguments(**changes: Any) -> Namespace:
+    return Namespace(**{"format": "specforge", "out": "", "shards": "", "limit": 0, **changes})
+
+
+def test_convert_norms_the_final(made: tuple[c.RunSpec, Path], tmp_path: Path) -> None:
+    spec, dataset = made
+    result = convert.run(spec, arguments(out=str(tmp_path / "sf")))
+    assert result.samples == 10
+    ours = proof.NextToken(spec.model.path, dataset / proof.NORM_FILE)
+    for row in range(10):
+        body = torch.load(tmp_path / f"sf/rows_0-2000/data_{row}.ckpt", weights_only=True)
+        source = torch.load(dataset / f"v1/data_{row}.pt", weights_only=True)
+        assert torch.equal(body["hidden_state"][0], ours.normed(source["hidden_states"][-1]))
+        assert torch.equal(body["aux_hidden_state"][0], torch.cat(source["hidden_states"][:-1], -1))
+        assert torch.equal(body["input_ids"], source["input_ids"])
+        assert torch.equal(body["loss_mask"], source["loss_mask"])
+    facts = json.loads((tmp_path / "sf/dataset.json").read_text())
+    assert facts["final"] == "after_norm"
+
+
+def test_convert_goes_on_and_takes_a_part(made: tuple[c.RunSpec, Path], tmp_path: Path) -> None:
+    spec, _ = made
+    out = tmp_path / "sf"
+    assert convert.run(spec, arguments(out=str(out), shards="2", limit=1)).samples == 1
+    (one,) = out.rglob("*.ckpt")
+    assert one.name == "data_8.ckpt"
+    stamp = one.stat().st_mtime_ns
+    assert convert.run(spec, arguments(out=str(out))).samples == 10
+    assert one.stat().st_mtime_ns == stamp
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"format": "nope"}, "--format"),
+        ({"shards": "x"}, "--shards"),
+        ({"shards": "9"}, "--shards"),
+        ({"out": "v1/x"}, "--out"),
+    ],
+)
+def test_convert_bad_arguments(
+    made: tuple[c.RunSpec, Path], tmp_path: Path, change: dict[str, Any], field: str
+) -> None:
+    spec, dataset = made
+    values = {"out": str(tmp_path / "sf"), **change}
+    if field == "--out":
+        values["out"] = str(dataset / values["out"])
+    with h.refuses(BadInput, field):
+        convert.run(spec, arguments(**values))

@@ -21,7 +21,8 @@ _POLL_S = 0.5
 def problem(settings: ServerSettings, timeout_s: float = REQUEST_TIMEOUT_S) -> str:
     """Why the server does not serve now; empty where it is healthy and has generated one real token."""
     try:
-        answer = requests.get(f"{servers.url(settings)}/health", timeout=timeout_s)
+        with _session() as session:
+            answer = session.get(f"{servers.url(settings)}/health", timeout=timeout_s)
         if answer.status_code != 200:
             return f"/health answers {answer.status_code}"
         return _generate(settings, [5, 6, 7, 8], timeout_s)
@@ -94,6 +95,13 @@ def soak(settings: ServerSettings, what: str) -> None:
             progress.update(done)
 
 
+def _session() -> requests.Session:
+    """Straight to the server: a proxy in the environment is for elsewhere."""
+    session = requests.Session()
+    session.trust_env = False
+    return session
+
+
 def log_tail(path: str, lines: int = 30) -> str:
     """The last lines of a log, each cut to 300 characters."""
     try:
@@ -109,7 +117,8 @@ def log_tail(path: str, lines: int = 30) -> str:
 def _generate(settings: ServerSettings, ids: list[int], timeout_s: float) -> str:
     """Ask for one token after ``ids`` (small ids: every vocabulary has them); empty where it came, else why not."""
     body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
-    answer = requests.post(f"{servers.url(settings)}/generate", json=body, timeout=timeout_s)
+    with _session() as session:
+        answer = session.post(f"{servers.url(settings)}/generate", json=body, timeout=timeout_s)
     if answer.status_code != 200:
         return f"/generate answers {answer.status_code}: {answer.text[:200]}"
     try:

@@ -96,6 +96,12 @@ def kill(spec: RunSpec, job_id: str, grace_s: float) -> JobStatus:
     return poll(spec, job_id, 0)
 
 
+def program_environment() -> dict[str, str]:
+    """This environment, in which this program is found from any folder (PYTHONPATH may have been relative)."""
+    root = str(Path(__file__).resolve().parents[1])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)}
+
+
 def detach(argv: list[str], *, log: Path, cwd: Path) -> int:
     """Run a command in a session of its own that no longer belongs to this process; gives its pid."""
     code = (
@@ -109,6 +115,7 @@ def detach(argv: list[str], *, log: Path, cwd: Path) -> int:
             stdout=subprocess.PIPE,
             stderr=err,
             cwd=cwd,
+            env=program_environment(),
             check=True,
         )
     return int(started.stdout)
@@ -152,7 +159,7 @@ def _runner(spec: RunSpec, job_id: str, where: Path, command: list[str], send: i
         state.write_document(where / "job.json", record)
         os.write(send, b"ok")
         os.close(send)
-        environment = {**os.environ, JOB_VARIABLE: job_id}
+        environment = {**program_environment(), JOB_VARIABLE: job_id}
         verb = subprocess.Popen([sys.executable, "-m", "hsx_host", *command], env=environment, stdin=subprocess.DEVNULL)
         code = verb.wait()
         rc = code if code >= 0 else 128 - code

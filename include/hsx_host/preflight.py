@@ -21,7 +21,7 @@ from contextlib import contextmanager
 
 from hsx_host import adopt, devices, disk, health, launch, model_facts, procid, serve, state
 from hsx_host.contract import PreflightResult, RunSpec
-from hsx_host.errors import BadInput, HsxError, Refused
+from hsx_host.errors import BadInput, HsxError, Refused, TryAgain
 from hsx_host.procid import ProcId
 
 HELP = "what is wrong with the host, all of it, before anything is changed"
@@ -176,11 +176,11 @@ def _production(spec: RunSpec, warn: Callable[[str], None]) -> bool:
             return False
     why = health.problem(spec.production)
     if why:
-        raise Refused(
+        raise TryAgain(
             f"production runs and does not serve: {why}",
             field="production",
             value=f"port {spec.production.port}",
-            fix="look after it first: hsx would not know whether it gave back what it took",
+            fix="look after it, or wait: hsx would not know whether it gave back what it took",
         )
     return True
 

@@ -25,7 +25,7 @@ from hsx_host.state import ServerState
 
 HELP = "bring the host to a mode: production, extraction or stopped"
 MODES = ("production", "extraction", "stopped")
-_PATIENCE_S = 60.0  # how long a server that should be healthy may be too busy to say so
+_PATIENCE_S = 300.0  # how long a server that should be healthy may be too busy to say so
 
 
 def add_arguments(parser: ArgumentParser) -> None:

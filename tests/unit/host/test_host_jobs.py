@@ -74,6 +74,15 @@ def test_the_job_holds_no_file_of_its_starter(spec: c.RunSpec, tmp_path: Path) -
     end(spec, "j")
 
 
+def test_a_relative_pythonpath_holds_in_the_job(spec: c.RunSpec, tmp_path: Path) -> None:
+    path, _ = guard_command(spec, tmp_path)
+    include = Path(jobs.__file__).parents[1]
+    argv = [sys.executable, "-m", "hsx_host", "job", "start", "j", "--spec", path, "--", "status"]
+    subprocess.run(argv, cwd=include, env={**os.environ, "PYTHONPATH": "."}, check=True, stdout=subprocess.DEVNULL)
+    done = wait_for(lambda: (s := jobs.poll(spec, "j", 0)).state != "running" and s)
+    assert (done.state, done.rc) == ("done", 0), done.log
+
+
 def test_kill_unwinds_the_verb(spec: c.RunSpec, tmp_path: Path) -> None:
     path, command = guard_command(spec, tmp_path)
     verb("job", "start", "j", "--spec", path, "--", *command)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from hsx_host.errors import TryAgain
 
 
 @pytest.fixture
-def spec(tmp_path: Path):
+def spec(tmp_path: Path) -> Iterator[c.RunSpec]:
     spec = make_spec(tmp_path)
     yield spec
     clean_up(spec)

@@ -158,6 +158,12 @@ def test_a_crashed_server_and_its_orphan_are_cleared_before_the_next(spec: c.Run
     assert not os.path.exists(shm)
 
 
+def test_a_proxy_of_the_shell_is_not_asked(spec: c.RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert serve.ensure(spec, "production").changed
+
+
 def test_a_server_that_dies_ends_the_wait_with_its_log(spec: c.RunSpec) -> None:
     with pytest.raises(TryAgain, match="asked to"):
         serve.ensure(with_env(spec, "production", FAKE_DIE="1"), "production")

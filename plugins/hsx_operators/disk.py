@@ -12,6 +12,7 @@ from hsx_operators.answers import human_bytes
 from hsx_operators.base import HostVerbOperator
 from hsx_operators.errors import HostRefused
 from hsx_operators.hook import hook_of
+from hsx_operators.plan import SKIPPED_BECAUSE
 
 if TYPE_CHECKING:
     from airflow.sdk.definitions.context import Context
@@ -78,6 +79,13 @@ class ApproveCleanupOperator(ApprovalOperator):
         )
         self.body = f"{self.disk['text']}\n\nThese folders would be deleted, after the probe has passed:\n\n{listed}"
         return super().execute(context)
+
+    def execute_complete(self, context: Context, event: dict[str, Any]) -> Any:
+        """A rejection skips the rest; the verdict is told why."""
+        if "error" not in event and event.get("chosen_options") == [self.REJECT]:
+            reason = "The cleanup of old states was rejected (or nobody answered in time): nothing was extracted."
+            context["ti"].xcom_push(key=SKIPPED_BECAUSE, value=reason)
+        return super().execute_complete(context, event)
 
 
 class CleanupOldStatesOperator(HostVerbOperator):

@@ -30,10 +30,6 @@ class PlanOperator(HostVerbOperator):
 
     result_type = c.PlanResult
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.multiple_outputs = True
-
     def verb(self, context: Context) -> list[str]:
         """``plan``; a dry run writes nothing below the output root."""
         return ["plan", *(["--dry-run"] if context["params"].get("dry_run") else [])]
@@ -66,8 +62,8 @@ class PlanOperator(HostVerbOperator):
             context["ti"].xcom_push(key="facts", value=c.to_dict(facts))
             return self.submit(hook, host, self.verb(context), context)
 
-    def result(self, document: c.PlanResult, host: dict[str, Any], context: Context) -> dict[str, Any]:
-        """Tell in words what will be done."""
+    def result(self, document: c.PlanResult, host: dict[str, Any], context: Context) -> None:
+        """Tell in words what will be done; each part is an XCom of its own."""
         plan = c.to_dict(document)
         shards = plan.pop("shards")
         for line in document.rejects:
@@ -85,7 +81,12 @@ class PlanOperator(HostVerbOperator):
             f"{document.todo_tokens:,}",
             human_bytes(document.todo_bytes),
         )
-        return {"run": host, "plan": plan, "shards": shards}
+        for key, value in (("run", host), ("plan", plan), ("shards", shards)):
+            context["ti"].xcom_push(key=key, value=value)
+
+
+#: XCom of a task that skipped the rest of the run on purpose: why, in one sentence.
+SKIPPED_BECAUSE = "skipped_because"
 
 
 class GateOperator(BaseOperator, SkipMixin):
@@ -115,12 +116,15 @@ class GateOperator(BaseOperator, SkipMixin):
             f"{human_bytes(plan['todo_bytes'])} ({plan['todo_bytes']:,} bytes)"
         )
         if not shards:
-            self.log.info("Nothing to do: all %d samples of %s are published.", plan["done"], plan["dataset_id"])
+            reason = f"Nothing to do: all {plan['done']:,} samples of {plan['dataset_id']} are published."
         elif self.run["dry_run"]:
-            self.log.info("Dry run: would extract %s into %s. %s", what, plan["dataset_dir"], self.disk["text"])
+            reason = f"Dry run: would extract {what} into {plan['dataset_dir']}. {self.disk['text']}"
         else:
             self.log.info("To do: %s", what)
             return shards
+        self.log.info("%s", reason)
+        # The skip ends the task with an exception of Airflow's, so that a returned value would be lost.
+        context["ti"].xcom_push(key=SKIPPED_BECAUSE, value=reason)
         rest = [t for t in context["task"].get_flat_relatives(upstream=False) if not t.is_teardown]
         self.skip(ti=context["ti"], tasks=rest)
         return []

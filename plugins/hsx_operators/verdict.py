@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from airflow.sdk import BaseOperator
+from airflow.sdk import BaseOperator, ExceptionRetryPolicy, RetryAction, RetryRule
 
 from hsx_operators.answers import human_bytes
 from hsx_operators.errors import HsxOperatorError
+from hsx_operators.plan import SKIPPED_BECAUSE
 
 if TYPE_CHECKING:
     from airflow.sdk.definitions.context import Context
@@ -37,7 +39,9 @@ class VerdictOperator(BaseOperator):
         plan_task_id: str = "plan",
         **kwargs: Any,
     ) -> None:
-        kwargs.setdefault("retries", 1)
+        kwargs.setdefault("retries", 2)
+        kwargs.setdefault("retry_delay", timedelta(seconds=15))
+        kwargs.setdefault("retry_policy", ExceptionRetryPolicy([RetryRule(RunFailed, RetryAction.FAIL)]))
         super().__init__(**kwargs)
         self.gate_task_id, self.approval_task_id, self.plan_task_id = gate_task_id, approval_task_id, plan_task_id
 
@@ -56,12 +60,9 @@ class VerdictOperator(BaseOperator):
         return {"verdict": "good", "summary": lines}
 
     def _skipped_on_purpose(self, ti: Any) -> str:
-        shards = ti.xcom_pull(task_ids=self.gate_task_id)
-        if shards == []:
-            return "The gate ended the run: a dry run, or nothing to do."
-        answer = ti.xcom_pull(task_ids=self.approval_task_id)
-        if isinstance(answer, dict) and answer.get("chosen_options") == ["Reject"]:
-            return "The cleanup of old states was rejected (or nobody answered), so nothing was extracted."
+        for task_id in (self.gate_task_id, self.approval_task_id):
+            if reason := ti.xcom_pull(task_ids=task_id, key=SKIPPED_BECAUSE):
+                return str(reason)
         return ""
 
     def _summary(self, ti: Any, meant: str) -> list[str]:

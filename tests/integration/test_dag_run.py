@@ -1,0 +1,200 @@
+"""The whole DAG on real parts: Airflow's own components, SSH, SGLang with a tiny model; and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hsx_demo import processes
+from hsx_demo.client import AirflowClient, Task
+from hsx_demo.errors import DemoError
+from hsx_demo.stack import DAG_ID, Stack
+
+pytestmark = pytest.mark.xdist_group("dag")
+
+PROFILES = Path(__file__).parent / "profiles"
+RUN_TIMEOUT_S = 900.0
+
+
+@pytest.fixture(scope="module")
+def stand(tmp_path_factory: pytest.TempPathFactory, host_python: str, tiny_model: Path) -> Iterator[Stack]:
+    """A borrowed host with production running, and Airflow beside it."""
+    work = tmp_path_factory.mktemp("stand")
+    rng = random.Random(7)
+    with (work / "chats.jsonl").open("w") as f:
+        for _ in range(120):
+            n = rng.randrange(20, 400)
+            f.write(json.dumps({"input_ids": [rng.randrange(4, 512) for _ in range(n)], "loss_mask": [1] * n}) + "\n")
+    stack = Stack(
+        work / "s",
+        python_host=host_python,
+        model=tiny_model,
+        dataset=work / "chats.jsonl",
+        profile="tiny",
+        extra_env={"HSX_PROFILES": str(PROFILES)},
+    )
+    try:
+        stack.start_host()
+        stack.launch_production()
+        stack.start_airflow()
+        stack.wait_production()
+        yield stack
+    finally:
+        stack.stop()
+
+
+@pytest.fixture(scope="module")
+def client(stand: Stack) -> AirflowClient:
+    """The REST API, as the UI uses it."""
+    assert stand.airflow is not None
+    return stand.airflow.client()
+
+
+class Run:
+    """One run of the DAG and what is asked of it."""
+
+    def __init__(self, client: AirflowClient, conf: dict[str, Any]) -> None:
+        self.client = client
+        self.id = client.trigger(DAG_ID, conf)
+
+    def end(self) -> str:
+        return self.client.watch(DAG_ID, self.id, timeout_s=RUN_TIMEOUT_S, poll_s=1.0)
+
+    def tasks(self) -> dict[str, Task]:
+        return {
+            t.task_id if t.map_index < 0 else f"{t.task_id}.{t.map_index}": t
+            for t in self.client.tasks(DAG_ID, self.id)
+        }
+
+    def states(self) -> dict[str, str]:
+        return {name: t.state for name, t in self.tasks().items()}
+
+    def log(self, name: str) -> str:
+        return "\n".join(self.client.log_lines(DAG_ID, self.id, self.tasks()[name]))
+
+    def xcom(self, task_id: str, map_index: int = -1) -> Any:
+        return self.client.xcom(DAG_ID, self.id, task_id, map_index=map_index)
+
+    def story(self) -> str:
+        """For an assertion that fails: every state, and the log of what failed."""
+        failed = [n for n, t in self.tasks().items() if t.state == "failed"]
+        return "\n".join([str(self.states()), *(f"--- {n}\n{self.log(n)[-3000:]}" for n in failed)])
+
+
+def journal(stand: Stack) -> list[str]:
+    file = stand.host_dir / "hsx" / "state" / "journal.jsonl"
+    return [json.loads(line)["event"] for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def production_untouched(stand: Stack) -> bool:
+    """The very process that the owner started still serves, and hsx never tried to end it."""
+    assert stand.production is not None
+    return processes.alive(stand.production) and stand.production_healthy() and "stopping server" not in journal(stand)
+
+
+def manifest(stand: Stack) -> list[str]:
+    assert stand.output is not None
+    return [line for f in stand.output.glob("*/shards/*/manifest.jsonl") for line in f.read_text().splitlines()]
+
+
+# The tests below are one story, in this order: production is first stopped in the last two.
+
+
+@pytest.mark.parametrize(
+    ("conf", "named"), [({"profile": "nothing"}, "profile"), ({"shards": "a"}, "shards"), ({"dry_run": "x"}, "dry_run")]
+)
+def test_the_form_refuses_an_impossible_value(client: AirflowClient, conf: dict[str, Any], named: str) -> None:
+    with pytest.raises(DemoError, match=r"HTTP 4\d\d") as said:
+        client.trigger(DAG_ID, conf)
+    assert named in str(said.value)
+
+
+@pytest.mark.parametrize(
+    ("conf", "says"),
+    [
+        ({"dataset": "chats.jsonl"}, "dataset = 'chats.jsonl': is not an absolute path"),
+        ({"shard": "0"}, "shard: there is no such Param"),
+        ({"dataset": "/nowhere/chats.jsonl"}, "/nowhere/chats.jsonl"),
+    ],
+)
+def test_plan_refuses_what_the_form_lets_pass(
+    stand: Stack, client: AirflowClient, conf: dict[str, Any], says: str
+) -> None:
+    run = Run(client, conf)
+    assert run.end() == "failed"
+    assert says in run.log("plan")
+    assert run.tasks()["plan"].try_number == 1  # a retry can't help
+    assert "Failed: plan" in run.log("verdict")
+    assert production_untouched(stand)
+
+
+def test_a_dry_run_tells_and_touches_nothing(stand: Stack, client: AirflowClient) -> None:
+    run = Run(client, {"dry_run": True, "shards": "0"})
+    assert run.end() == "success", run.story()
+    said = run.log("gate")
+    assert "Dry run: would extract 100 samples in 1 shards" in said
+    assert "bytes)" in said
+    states = run.states()
+    assert {n for n, s in states.items() if s == "success"} == {"plan", "disk_check", "gate", "verdict"}
+    assert states["extract"] == states["restore"] == "skipped"
+    assert production_untouched(stand)
+    assert manifest(stand) == []
+
+
+def test_a_server_killed_in_mid_extraction_is_red_and_production_comes_back_and_a_clear_does_the_rest(
+    stand: Stack, client: AirflowClient
+) -> None:
+    run = Run(client, {"shards": "0"})
+    deadline = time.monotonic() + RUN_TIMEOUT_S
+    while len(manifest(stand)) < 3:
+        assert run.client.run_state(DAG_ID, run.id) in ("queued", "running"), run.story()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    server = json.loads((stand.host_dir / "hsx" / "state" / "server.json").read_text())
+    assert server["mode"] == "extraction"
+    os.killpg(server["pid"], signal.SIGKILL)
+
+    assert run.end() == "failed", run.story()
+    states = run.states()
+    published = len(manifest(stand))
+    assert 3 <= published < 100
+    assert states["extract.0"] == "failed"
+    assert run.tasks()["extract.0"].try_number == 1  # the profile allows a shard no retry
+    assert run.tasks()["extract.0"].label == "shard-00000"
+    assert states["verify"] == states["handoff"] == "upstream_failed"
+    assert states["restore"] == states["production_healthy"] == states["benchmark_after"] == "success", run.story()
+    assert states["verdict"] == "failed"
+    said = run.log("verdict")
+    assert "Failed: extract_0" in said
+    assert "Production is up again" in said
+    assert "Production against the baseline: " in said
+    assert stand.production_healthy()
+
+    began = len(journal(stand))
+    client.clear(DAG_ID, run.id, [("extract", 0)], only_failed=True, include_downstream=True)
+    assert run.end() == "success", run.story()
+    summary = run.xcom("extract", 0)
+    assert summary["extracted"] == 100 - published
+    assert summary["published"] == summary["samples"] == 100
+    assert run.xcom("verify")["samples"] == 100
+    assert Path(run.xcom("handoff")["path"]).is_file()
+    assert run.tasks()["restore"].try_number == 1  # not run again: the shard borrowed the host and gave it back
+    assert "server started" in journal(stand)[began:]
+    assert stand.production_healthy()
+
+
+def test_nothing_to_do_leaves_production_alone(stand: Stack, client: AirflowClient) -> None:
+    before = journal(stand)
+    run = Run(client, {"shards": "0"})
+    assert run.end() == "success", run.story()
+    assert "Nothing to do: all 100 samples" in run.log("gate")
+    assert run.states()["acquire"] == "skipped"
+    assert [e for e in journal(stand)[len(before) :] if e != "job started"] == []

@@ -192,5 +192,8 @@ def _save_norm(weight: Any, eps: float, spool: Path) -> None:
     from safetensors.torch import save_file
 
     temp = spool / f".final_norm.{os.getpid()}.tmp"
-    save_file({"weight": weight.detach().cpu().contiguous(), "eps": torch.tensor([eps], dtype=torch.float64)}, temp)
+    save_file(
+        {"weight": weight.detach().cpu().contiguous(), "eps": torch.tensor([eps], dtype=torch.float64, device="cpu")},
+        temp,
+    )
     temp.replace(spool / "final_norm.safetensors")

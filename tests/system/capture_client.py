@@ -148,3 +148,16 @@ class Reference:
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
     """Relative error in the Frobenius norm."""
     return float((got.float() - want.float()).norm() / want.float().norm())
+
+
+def check(got: torch.Tensor, ids: Sequence[int], client: Client, reference: Reference) -> None:
+    """Every plane is the asked one within bf16 rounding, and no other layer is nearer."""
+    states, before = reference.states(ids)
+    for plane, k in zip(got, client.layers, strict=False):
+        errors = [error(plane, state) for state in states]
+        assert errors[k] < 0.03, (k, errors)
+        assert min(range(len(errors)), key=errors.__getitem__) == k, (k, errors)
+    assert error(got[-1], before) < 0.03
+    with torch.no_grad():
+        after = reference.model.model.norm(before)
+    assert error(got[-1], after) > 0.1, "the final hidden state is after the norm"

@@ -36,7 +36,7 @@ def _config(kind: str) -> Any:
         "dtype": "bfloat16",
     }
     if kind == "llama":
-        return transformers.LlamaConfig(num_attention_heads=6, num_key_value_heads=3, head_dim=16, **common)
+        return transformers.LlamaConfig(num_attention_heads=6, num_key_value_heads=2, head_dim=16, **common)
     if kind == "qwen3":
         return transformers.Qwen3Config(num_attention_heads=4, num_key_value_heads=2, head_dim=16, **common)
     raise ValueError(f"no tiny model {kind!r}: llama or qwen3")

@@ -92,7 +92,7 @@ def start(
     args: Sequence[str] = (),
     env: dict[str, str] | None = None,
     chunk: int = CHUNK,
-    timeout: float = 300,
+    timeout: float = 600,
 ) -> Server:
     """Start a server of ``model`` on a free port and wait until it is healthy.
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import models
 import pytest
 import torch
-from capture_client import Client, Reference, error
+from capture_client import Client, Reference, check, error
 from sglang_server import CHUNK
 
 LENGTHS = [1, 2, 19, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 1, 1000]
@@ -34,19 +34,6 @@ def client(kind: str, request: pytest.FixtureRequest) -> Client:
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> Reference:
     return Reference(folder)
-
-
-def check(got: torch.Tensor, ids: list[int], client: Client, reference: Reference) -> None:
-    """Every plane is the asked one within bf16 rounding, and no other layer is nearer."""
-    states, before = reference.states(ids)
-    for plane, k in zip(got, client.layers, strict=False):
-        errors = [error(plane, state) for state in states]
-        assert errors[k] < 0.03, (k, errors)
-        assert min(range(len(errors)), key=errors.__getitem__) == k, (k, errors)
-    assert error(got[-1], before) < 0.03
-    with torch.no_grad():
-        after = reference.model.model.norm(before)
-    assert error(got[-1], after) > 0.1, "the final hidden state is after the norm"
 
 
 def test_ready_says_what_is_proved(client: Client, kind: str) -> None:

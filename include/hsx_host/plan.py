@@ -62,6 +62,7 @@ def run(spec: RunSpec, args: Namespace) -> PlanResult:
     with state.locked(state.folder(spec, "state") / f"plan-{meaning.dataset_id}.lock", wait_s=60, what="this plan"):
         settle(folder, meaning, write=False)
         draft = folder / "tmp" / "plan"  # inputs take their names only once the whole file has passed
+        _discard(draft)  # what a killed plan left
         try:
             counts, shards = _pass(spec, meaning, facts, folder, None if args.dry_run else draft)
             _check(spec, counts, len(shards))

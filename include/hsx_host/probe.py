@@ -133,7 +133,7 @@ class _Matrix:
         try:
             sent, text = body()
             case = ProbeCase(name, sent, True, text)
-        except (SampleFault, _Failed) as e:
+        except (SampleFault, _Failed, ValueError) as e:  # ValueError: the file is not what its trainer loads
             case = ProbeCase(name, tokens, False, str(e))
         self.cases.append(case)
         log(f"probe {name}: {'ok' if case.ok else 'FAILED'}: {case.text}")

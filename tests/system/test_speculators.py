@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ print(json.dumps({
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3: Path) -> Iterator[Host]:
+def made(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3: Path) -> Host:
     """A whole data set, handed off. The host is borrowed for it and given back."""
     root = tmp_path_factory.mktemp("speculators")
     data = extraction_host.write_data(root / "chat.jsonl", LENGTHS, seed=11)

@@ -139,7 +139,7 @@ def test_a_good_sample_is_whole(server: StandIn, tmp_path: Path) -> None:
     assert list((tmp_path / "spool").iterdir()) == []
 
 
-def planes(record: CaptureRecord, **flags: bool) -> CaptureRecord:
+def planes(record: CaptureRecord, **flags: Any) -> CaptureRecord:
     return replace(record, planes=[replace(record.planes[0], **flags), *record.planes[1:]])
 
 

@@ -11,7 +11,7 @@ import host_data as h
 import pytest
 
 from hsx_host import contract as c
-from hsx_host import manifest, plan
+from hsx_host import plan
 from hsx_host.errors import Refused
 from hsx_host.manifest import Failed, Ledger, Published, newest, read_lines, remove_leftovers, resume
 from hsx_host.shards import ShardFiles, read_input
@@ -101,7 +101,7 @@ def test_a_line_that_did_not_fit_is_cut_off_again(tmp_path: Path, monkeypatch: p
     path = tmp_path / "failures.jsonl"
     ledger: Ledger[Failed] = Ledger(path)
     ledger.append(Failed(1, 2, "aa", "why", 3, 1.0))
-    real = os.write
+    real = os.write  # of this one append; nothing else writes meanwhile
     calls = iter([7, None])
 
     def full(fd: int, data: bytes) -> int:
@@ -110,7 +110,7 @@ def test_a_line_that_did_not_fit_is_cut_off_again(tmp_path: Path, monkeypatch: p
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(fd, data[:room])
 
-    monkeypatch.setattr(manifest.os, "write", full)
+    monkeypatch.setattr(os, "write", full)
     with pytest.raises(OSError, match="No space"):
         ledger.append(Failed(2, 2, "bb", "why", 3, 1.0))
     monkeypatch.undo()

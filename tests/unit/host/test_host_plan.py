@@ -217,3 +217,13 @@ def test_names_that_are_no_folder(tmp_path: Path, name: str) -> None:
     spec = h.make_spec(tmp_path, h.write_lines(tmp_path / "d.jsonl", h.samples(3)), name=name)
     with h.refuses(BadInput, "data.name"):
         run(spec)
+
+
+def test_what_a_killed_plan_left_is_not_taken_for_a_plan(tmp_path: Path) -> None:
+    spec, result = planned(tmp_path, h.samples(5))
+    draft = Path(result.dataset_dir) / "tmp/plan"
+    draft.mkdir(parents=True)
+    (draft / "00009.safetensors").write_bytes(b"of a longer file that never passed")
+    run(spec)
+    assert shard_ids(Path(result.dataset_dir)) == [0, 1]
+    assert not draft.exists()

@@ -67,9 +67,8 @@ class Airflow:
 
     def stop(self, *components: str) -> None:
         """End the named components, all where none is named."""
-        for component in reversed(components or tuple(self.children)):
-            if child := self.children.pop(component, None):
-                stop(child, grace_s=15.0)
+        named = components or tuple(self.children)
+        stop(*(self.children.pop(c) for c in named if c in self.children), grace_s=15.0)
 
     def wait_healthy(self, dag_id: str, timeout_s: float = 180.0) -> None:
         """Wait until every component reports health and the DAG is known; it is unpaused."""

@@ -59,23 +59,25 @@ def alive(child: Child) -> bool:
     return stat is not None and stat.ticks == child.ticks and stat.state != "Z"
 
 
-def stop(child: Child, *, grace_s: float = 20.0) -> None:
-    """SIGTERM to the process, then to what is left of its descendants and its session, then SIGKILL.
+def stop(*children: Child, grace_s: float = 20.0) -> None:
+    """SIGTERM to the processes, then to what is left of their descendants and sessions, then SIGKILL.
 
     Descendants are listed before the first signal: sshd gives each connection a session of its own, and a process
     whose parent is gone can no longer be tied to us. Does nothing where everything is gone.
     """
-    family = _descendants(child)
-    if alive(child):
-        _signal(child.pid, signal.SIGTERM)
-        _wait_gone([child], grace_s)
+    family = {c for child in children for c in _descendants(child)}
+    for child in children:
+        if alive(child):
+            _signal(child.pid, signal.SIGTERM)
+    _wait_gone(children, grace_s)
     for sig, pause in ((signal.SIGTERM, min(grace_s, 3.0)), (signal.SIGKILL, 3.0)):
         # a session's id can't be used anew while members live, so what carries ours is ours
-        left = [c for c in {*family, *_session(child)} if alive(c)]
+        left = [c for c in {*family, *_sessions(children)} if alive(c)]
         for c in left:
             _signal(c.pid, sig)
         _wait_gone(left, pause)
-    _reap(child.pid)
+    for child in children:
+        _reap(child.pid)
 
 
 def wait_until(ready: Callable[[], bool], child: Child, *, what: str, timeout_s: float) -> float:
@@ -137,13 +139,15 @@ def _stat(pid: int) -> _Stat | None:
     return _Stat(state=fields[0], parent=int(fields[1]), session=int(fields[3]), ticks=int(fields[19]))
 
 
-def _session(child: Child) -> list[Child]:
-    """Living members of the child's session that are not older than it (an older one would be a stranger's)."""
-    return [
-        Child(child.name, pid, stat.ticks, child.log)
-        for pid, stat in _processes().items()
-        if stat.session == child.pid and stat.ticks >= child.ticks > 0
-    ]
+def _sessions(children: Sequence[Child]) -> list[Child]:
+    """Living members of the children's sessions that are not older than them (an older one would be a stranger's)."""
+    leaders = {child.pid: child for child in children}
+    found = []
+    for pid, stat in _processes().items():
+        leader = leaders.get(stat.session)
+        if leader and stat.ticks >= leader.ticks > 0:
+            found.append(Child(leader.name, pid, stat.ticks, leader.log))
+    return found
 
 
 def _descendants(child: Child) -> list[Child]:
@@ -162,7 +166,7 @@ def _processes() -> dict[int, _Stat]:
     return {pid: stat for pid in pids if (stat := _stat(pid)) is not None and stat.state != "Z"}
 
 
-def _wait_gone(children: list[Child], timeout_s: float) -> None:
+def _wait_gone(children: Sequence[Child], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while any(alive(c) for c in children) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -12,7 +12,6 @@ servers of a restore) by a token in its environment that nothing else on the mac
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -218,8 +217,7 @@ def stop_saved(work: Path) -> list[str]:
     if body["ssh"]:
         children.append(Child(**body["ssh"]["child"]))
     ended = [c.name for c in children if processes.alive(c)]
-    for child in children:
-        processes.stop(child)
+    processes.stop(*children)
     ended += end_marked(TOKEN, body["token"])
     if body["production"]:
         processes.stop(Child(**body["production"]))
@@ -232,10 +230,8 @@ def end_marked(name: str, value: str) -> list[str]:
     ended: list[str] = []
     for grace_s in (20.0, 5.0, 1.0):  # what is ended may start others on its way: look again
         marked = processes.with_variable(name, value)
-        for child in marked:
-            with contextlib.suppress(ProcessLookupError):
-                processes.stop(child, grace_s=grace_s)
-            ended.append(child.name)
         if not marked:
             break
+        processes.stop(*marked, grace_s=grace_s)
+        ended += [child.name for child in marked]
     return ended

@@ -141,9 +141,11 @@ def _stat(pid: int) -> _Stat | None:
 
 def _sessions(children: Sequence[Child]) -> list[Child]:
     """Living members of the children's sessions that are not older than them (an older one would be a stranger's)."""
-    leaders = {child.pid: child for child in children}
+    table = _processes()
+    # a pid that another process has by now was free before: then no member of our session lived any more
+    leaders = {c.pid: c for c in children if c.pid not in table or table[c.pid].ticks == c.ticks}
     found = []
-    for pid, stat in _processes().items():
+    for pid, stat in table.items():
         leader = leaders.get(stat.session)
         if leader and stat.ticks >= leader.ticks > 0:
             found.append(Child(leader.name, pid, stat.ticks, leader.log))

@@ -25,7 +25,7 @@ class HsxOperatorError(Exception):
         super().__init__(str(self))
 
     def __str__(self) -> str:
-        where = f"{self.field} = {self.value!r}: " if self.field else ""
+        where = (f"{self.field} = {self.value!r}: " if self.value else f"{self.field}: ") if self.field else ""
         return f"{where}{self.message}" + (f" ({self.fix})" if self.fix else "")
 
 

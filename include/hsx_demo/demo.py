@@ -33,6 +33,7 @@ from hsx_demo.stack import DAG_ID, Stack, stop_saved
 
 WORK = REPO / "build" / "demo"
 RUN_TIMEOUT_S = 1800.0
+TOLD = frozenset({"running", "success", "failed", "skipped", "up_for_retry", "upstream_failed", "awaiting_input"})
 
 
 class Stopwatch:
@@ -171,18 +172,16 @@ def run(stack: Stack, conf: dict[str, Any], watch: Stopwatch) -> int:
     run_id = client.trigger(DAG_ID, conf)
     watch.say(f"triggered {DAG_ID}, run {run_id}" + (f", Params {json.dumps(conf)}" if conf else ""))
 
+    told: set[tuple[str, str, int]] = set()
+
     def turned(task: Task) -> None:
-        if task.state in (
-            "running",
-            "success",
-            "failed",
-            "skipped",
-            "up_for_retry",
-            "upstream_failed",
-            "awaiting_input",
-        ):
-            took = f" after {task.seconds:.1f} s" if task.state in ("success", "failed") else ""
-            watch.say(f"  {task.name}: {task.state}{took}")
+        # a task that resumes after it was deferred runs again: told once a try
+        this = (task.name, task.state, task.try_number)
+        if task.state not in TOLD or this in told:
+            return
+        told.add(this)
+        took = f" after {task.seconds:.1f} s" if task.state in ("success", "failed") else ""
+        watch.say(f"  {task.name}: {task.state}{took}")
 
     state = client.watch(DAG_ID, run_id, turned=turned, timeout_s=RUN_TIMEOUT_S)
     print()

@@ -172,9 +172,9 @@ def _check(spec: RunSpec, facts: ModelFacts) -> None:
     layers = spec.capture.layers
     if not layers or sorted(set(layers)) != list(layers):
         raise BadInput("must ascend, each layer once", field="capture.layers", value=layers, fix="e.g. [3, 31, 59]")
-    if layers[0] < 0 or layers[-1] >= facts.num_blocks:
+    if layers[0] < 1 or layers[-1] >= facts.num_blocks:
         raise BadInput(
-            f"the model has {facts.num_blocks} blocks: layers are 0 to {facts.num_blocks - 1}",
+            f"the model has {facts.num_blocks} blocks: layers are 1 to {facts.num_blocks - 1}",
             field="capture.layers",
             value=layers,
             fix="layer k enters block k; the final hidden state is captured anyway",

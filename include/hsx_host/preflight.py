@@ -137,13 +137,13 @@ def check_writable(path: str, field: str) -> None:
 
 def _check_layers(spec: RunSpec) -> None:
     facts = model_facts.read_model(spec.model.path)
-    wrong = [k for k in spec.capture.layers if not 0 <= k < facts.num_blocks]
+    wrong = [k for k in spec.capture.layers if not 1 <= k < facts.num_blocks]
     if wrong or not spec.capture.layers:
         raise BadInput(
-            f"the model has blocks 0 to {facts.num_blocks - 1}",
+            f"the model has {facts.num_blocks} blocks: layers are 1 to {facts.num_blocks - 1}",
             field="capture.layers",
             value=spec.capture.layers,
-            fix="name layers k in that range: the stream that enters block k",
+            fix="name layers k in that range: the stream that enters block k, counted from 0",
         )
 
 

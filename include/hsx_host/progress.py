@@ -27,15 +27,17 @@ class Progress:
         self._began = time.monotonic()
         self._written = float("-inf")
         self._first: int | None = None
+        self._ended = False
 
     def update(self, done: int, *, tokens: int = 0, bytes: int = 0) -> None:
         """Totals so far (not differences). ``rate``: things a second since the first call, ``eta`` in seconds."""
         now = time.monotonic()
         if self._first is None:
             self._first, self._began = done, now
-        last = done >= self.total
+        last = done >= self.total and not self._ended  # the end is told at once, and once
         if not last and now - self._written < INTERVAL_S:
             return
+        self._ended = done >= self.total
         self._written = now
         spent = now - self._began
         rate = (done - self._first) / spent if spent > 0 else 0.0

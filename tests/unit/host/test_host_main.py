@@ -135,6 +135,7 @@ def test_progress_lines(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.M
     for done in range(0, 101, 10):
         p.update(done, tokens=done * 7, bytes=done * 9)
         now[0] += 0.25
+    p.update(100)  # the end again: told once
     lines = [json.loads(x) for x in capfd.readouterr().err.splitlines()]
     assert [x["done"] for x in lines] == [0, 40, 80, 100]  # one a second, and the last
     assert lines[1] == {

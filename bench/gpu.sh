@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Extraction against plain prefill, and captured rows against Hugging Face, on one GPU.
+#   bench/gpu.sh exact              rows against Hugging Face (qwen3, DeepSeek-V3 architecture)
+#   bench/gpu.sh SHAPE [ARGS...]    SHAPE: 8b, 1.7b, kimi; ARGS go to gpu_prefill.py
+# Needs a Python with SGLang on PATH as $PYTHON (default python3). WHEELS=DIR installs a folder of wheels first.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3} SITE=${SITE:-/tmp/hsx-site} WORK=${WORK:-/tmp/hsx-bench} OUTPUT=${OUTPUT:-/dev/shm/hsx-bench}
+if [ -n "${WHEELS:-}" ]; then
+  [ -d "$SITE/sglang" ] || "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --target "$SITE" "$WHEELS"/*.whl
+  export PYTHONPATH="$SITE"
+fi
+export SGLANG_IS_FLASHINFER_AVAILABLE=false TVM_FFI_CACHE_DIR="$WORK/jit" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+[ -d /usr/local/cuda ] && export CUDA_HOME=/usr/local/cuda
+mkdir -p "$WORK" "$OUTPUT"
+case "${1:-}" in
+  exact) shift; exec "$PYTHON" bench/gpu_exact.py --work "$WORK/exact" "$@" ;;
+  8b | 1.7b | kimi) shape=$1; shift; exec "$PYTHON" bench/gpu_prefill.py --shape "$shape" --output "$OUTPUT" --work "$WORK" "$@" ;;
+  *) sed -n '2,6p' "$0"; exit 2 ;;
+esac

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import threading
 import time
@@ -19,8 +18,10 @@ from typing import Any, NoReturn
 
 import requests
 
+from hsx_host import capture_server
 from hsx_host.contract import ContractError, RunSpec, decode, encode
 from hsx_host.dataset import Sample
+from hsx_host.errors import Refused, TryAgain
 from hsx_host.formats import DirectFormat, Laid, Shape
 from hsx_host.spool import CaptureRecord, CaptureRequest
 
@@ -254,7 +255,16 @@ def _write(path: Path, text: str) -> None:
 
 
 def ready_norm_class(spool: Path) -> str:
-    """The class of the model's final norm, as the plugin saw it."""
-    for file in sorted(spool.glob("ready-*.json")):
-        return str(json.loads(file.read_text()).get("norm_class", ""))
-    return ""
+    """The class of the model's final norm, as the plugin saw it; Refused where the plugin captures nothing, and why."""
+    said = capture_server.ready(spool)
+    for one in said:
+        if one.error:
+            raise Refused(
+                f"the capture plugin captures nothing: {one.error}",
+                field="capture plugin",
+                value=spool,
+                fix="start the extraction server with serve extraction",
+            )
+    if not said:
+        raise TryAgain("no scheduler has loaded the capture plugin", field="capture plugin", value=spool)
+    return said[0].norm_class

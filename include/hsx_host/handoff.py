@@ -75,10 +75,7 @@ def layer_ids(layers: list[int]) -> dict[str, list[int]]:
     """
     entering = ("hsx", "huggingface_hidden_states", "sglang_layers_to_capture", "vllm", "speculators_target_layer_ids")
     leaving = ("sglang_llama_setter", "speculators_0.4_layer_ids", "specforge", "torchspec")
-    ids = {name: list(layers) for name in entering}
-    if layers[0] > 0:  # no block comes before the embedding
-        ids |= {name: [k - 1 for k in layers] for name in leaving}
-    return ids
+    return {name: list(layers) for name in entering} | {name: [k - 1 for k in layers] for name in leaving}
 
 
 def commands(meaning: DatasetSemantics, folder: Path) -> dict[str, str]:

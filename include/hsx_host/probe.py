@@ -202,11 +202,16 @@ class _Matrix:
         return worst
 
     def _prompt(self, length: int) -> Sample:
-        """A prompt of random ids from the middle of the vocabulary: special tokens stand at its ends."""
+        """A prompt of random ids from the middle of the vocabulary (special tokens stand at its ends).
+
+        Each begins with another id, so that only the prompts that are meant to share a beginning do.
+        """
         self._prompts += 1
         rng = random.Random(self._prompts)
         low, high = min(100, self._vocab // 10), self._vocab * 9 // 10
-        return _sample(np.array([rng.randrange(low, high) for _ in range(length)], np.int32))
+        ids = [rng.randrange(low, high) for _ in range(length)]
+        ids[0] = low + self._prompts % (high - low)
+        return _sample(np.array(ids, np.int32))
 
 
 def difference(a: Any, b: Any) -> float:

@@ -204,7 +204,14 @@ def test_what_rows_depend_on_makes_another_data_set(tmp_path: Path, what: str) -
 
 @pytest.mark.parametrize(
     ("layers", "word"),
-    [([], "ascend"), ([3, 1], "ascend"), ([1, 1], "ascend"), ([1, 8], "layers are 0 to 7"), ([-1], "0")],
+    [
+        ([], "ascend"),
+        ([3, 1], "ascend"),
+        ([1, 1], "ascend"),
+        ([1, 8], "layers are 1 to 7"),
+        ([0, 2], "layers are 1 to 7"),
+        ([-1], "1 to 7"),
+    ],
 )
 def test_layers_that_do_not_exist(tmp_path: Path, layers: list[int], word: str) -> None:
     spec = h.make_spec(tmp_path, h.write_lines(tmp_path / "d.jsonl", h.samples(3)), layers=layers)

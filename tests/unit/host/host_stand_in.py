@@ -1,0 +1,94 @@
+"""A stand-in for the extraction server and the capture plugin, for faults that a real server never gives on demand."""
+
+from __future__ import annotations
+
+import json
+import threading
+import zlib
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import host_data as h
+import numpy as np
+
+from hsx_host import contract as c
+from hsx_host import formats
+from hsx_host.client import Engine
+from hsx_host.spool import CaptureRecord, CaptureRequest, PlaneRecord
+
+Change = Callable[[dict[str, Any], CaptureRecord], "tuple[dict[str, Any], CaptureRecord | None]"]
+
+
+class StandIn:
+    """Server and plugin in one. ``change`` may spoil the answer and the record; ``status`` other than 200 refuses."""
+
+    def __init__(self, spool: Path) -> None:
+        self.spool = spool
+        self.change: Change | None = None
+        self.status: Callable[[list[int]], int] = lambda ids: 200
+        self.rids: list[str] = []
+        self.next_token: Callable[[Any], int] = lambda last: 7
+        self.states: Callable[[list[int]], list[Any]] = lambda ids: h.states(len(ids), seed=sum(ids))
+        self.alive = True
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def engine(self) -> Engine:
+        return Engine(self.url, self.spool, lambda: self.alive)
+
+    def _answer(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        rid, ids = body["rid"], body["input_ids"]
+        self.rids.append(rid)
+        status = self.status(ids)
+        if status != 200:
+            return status, {"error": "the stand-in refuses"}
+        request = c.decode(CaptureRequest, (self.spool / f"{rid}.json").read_bytes())
+        planes = self.states(ids)
+        crcs = h.fill(Path(request.path), formats.Laid(0, request.planes, {}), planes)
+        said = zlib.crc32(np.array(ids, "<i8").tobytes())
+        record = CaptureRecord(
+            rid, len(ids), 0, 1, said, [PlaneRecord(p.name, crcs[p.name], True, False, False) for p in request.planes]
+        )
+        answer = {
+            "output_ids": [self.next_token(planes[-1][-1])],
+            "meta_info": {"prompt_tokens": len(ids), "cached_tokens": 0},
+        }
+        kept: CaptureRecord | None = record
+        if self.change:
+            answer, kept = self.change(answer, record)
+        if kept is not None:
+            (self.spool / f"{rid}.tmp").write_text(c.encode(kept))
+            (self.spool / f"{rid}.tmp").rename(self.spool / f"{rid}.done.json")
+        return 200, answer
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        stand_in = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                status, answer = stand_in._answer(body) if self.path == "/generate" else (200, {})
+                data = json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        return Handler

@@ -17,7 +17,7 @@ from hsx_operators.base import POOL, run_of
 from hsx_operators.errors import HostError, named_error
 from hsx_operators.hook import hook_of
 from hsx_operators.retry import HOST_RETRIES
-from hsx_operators.triggers import HostTrigger
+from hsx_operators.triggers import SETTLE_S, HostTrigger
 
 if TYPE_CHECKING:
     from airflow.sdk.definitions.context import Context
@@ -59,6 +59,7 @@ class ServerHealthTrigger(HostTrigger):
     async def run(self) -> AsyncIterator[TriggerEvent]:
         """Ask until healthy, or until the deadline."""
         try:
+            await asyncio.sleep(SETTLE_S)
             while True:
                 status = await self.patient(c.StatusResult, STATUS)
                 end = "healthy" if healthy(status, self.mode) else "timeout" if time.time() > self.deadline else ""

@@ -28,6 +28,10 @@ T = TypeVar("T")
 COMMAND_TIMEOUT_S = 60.0
 #: Between two polls: soon at first, then calm; each poll also renews the lease on the host.
 FIRST_POLL_S, SLOWEST_POLL_S = 1.0, 10.0
+#: A trigger that fires before the scheduler has seen the worker end makes the scheduler take the task for a lost one
+#: ("finished with state success, but the task instance's state is queued"): so no trigger fires at once.
+SETTLE_S = 5.0
+TAIL_CHARS = 2000
 _BROKEN = (OSError, asyncssh.Error, TimeoutError)
 
 
@@ -137,6 +141,7 @@ class HostJobTrigger(HostTrigger):
     async def run(self) -> AsyncIterator[TriggerEvent]:
         """Poll until the job has ended."""
         try:
+            await asyncio.sleep(SETTLE_S)
             yield TriggerEvent(await self._watch())
         except HostError as e:
             yield TriggerEvent({"end": "error", "error": type(e).__name__, "message": str(e), "log_tail": ""})
@@ -148,13 +153,11 @@ class HostJobTrigger(HostTrigger):
             self.offset = status.offset
             for line in status.log.splitlines():
                 self.log.info("%s", human_line(line))
-            tail = (tail + status.log)[-2000:]
-            if status.log and status.state != "running":
-                continue  # the end of a log comes in chunks too
-            if status.state == "done":
-                return {"end": "done", "rc": status.rc, "document": status.document, "log_tail": tail}
+            tail = (tail + status.log)[-TAIL_CHARS:]
             if status.state != "running":
-                return {"end": "died", "log_tail": tail}
+                if status.log:
+                    continue  # the end of a log comes in chunks too
+                return ended(status, tail)
             if self.deadline and time.time() > self.deadline:
                 await self.patient(c.JobStatus, ["job", "kill", self.job_id])
                 return {"end": "deadline", "log_tail": tail}
@@ -165,6 +168,13 @@ class HostJobTrigger(HostTrigger):
         """A person marked or cleared the waiting task: the remote job must not go on without it."""
         self.log.info("ending the remote job %s", self.job_id)
         await self.verb(c.JobStatus, ["job", "kill", self.job_id, "--grace", "15"])
+
+
+def ended(status: c.JobStatus, log_tail: str) -> dict[str, Any]:
+    """The event for a job that no longer runs."""
+    if status.state == "done":
+        return {"end": "done", "rc": status.rc, "document": status.document, "log_tail": log_tail}
+    return {"end": "died", "log_tail": log_tail}
 
 
 def died(job_id: str, log_tail: str) -> RemoteJobDied:

@@ -58,6 +58,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, host_python: str) -> Pa
     return folder
 
 
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No scheduler has to be waited for where a test runs a trigger by itself."""
+    monkeypatch.setattr("hsx_operators.triggers.SETTLE_S", 0.0)
+    monkeypatch.setattr("hsx_operators.sensors.SETTLE_S", 0.0)
+
+
 @pytest.fixture
 def connection(sshd: SshServer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Sets the Airflow connection, with overrides for what should be wrong with it."""

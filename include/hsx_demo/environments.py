@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 REPO = Path(__file__).resolve().parents[2]
 PYTHON = (3, 11)  # the lock files are closures for this one
@@ -115,11 +116,11 @@ def _make(environment: Environment, folder: Path, *, say: bool) -> None:
         )
 
 
-def _call(command: Sequence[str], out: object, name: str) -> None:
-    log = Path(out.name)  # type: ignore[attr-defined]
+def _call(command: Sequence[str], out: IO[str], name: str) -> None:
+    log = Path(out.name)
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
     try:
-        done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=env, check=False)  # type: ignore[call-overload]
+        done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=env, check=False)
     except OSError as e:
         raise EnvironmentFailure(f"{command[0]} could not be run: {e}") from None
     if done.returncode != 0:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -24,7 +25,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environment:
     monkeypatch.setenv("HSX_CACHE", str(tmp_path / "cache"))
     calls: list[list[str]] = []
 
-    def record(command: list[str], out: object, name: str) -> None:
+    def record(command: list[str], out: IO[str], name: str) -> None:
         # pip has nothing to do here: only the venv itself and the import are real
         calls.append(list(command))
         if "pip" not in command:

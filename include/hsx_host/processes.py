@@ -23,6 +23,7 @@ from hsx_host.progress import log
 SHM = "/dev/shm/"
 _KILL_WAIT_S = 30.0
 _DEVICE_WAIT_S = 180.0
+_DYING_S = 0.5
 
 
 @dataclass
@@ -72,10 +73,15 @@ def owned(main: ProcId) -> Owned:
 
 def listeners(port: int) -> list[int]:
     """Pids that listen on a TCP port; 0 stands for a listener whose process this user may not see."""
-    found = {
-        c.pid or 0 for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port
-    }
+    found = _listeners(port)
+    if 0 in found:  # a socket whose process died during the look has no owner either, and is gone a moment later
+        time.sleep(_DYING_S)
+        found = _listeners(port)
     return sorted(found)
+
+
+def _listeners(port: int) -> set[int]:
+    return {c.pid or 0 for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port}
 
 
 def describe(pid: int) -> str:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from host_lifecycle import HOST, free_port, listens, wait_for
@@ -173,3 +174,14 @@ def test_no_driver_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert devices.compute_apps() == []
     smi(tmp_path, "echo '77, [N/A]'", monkeypatch)
     assert devices.compute_apps() == [devices.DeviceUse(77, 0)]
+
+
+def test_a_dying_socket_is_no_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """psutil finds no owner of a socket whose process dies while it looks; an owner that stays hidden is a stranger."""
+    dying = SimpleNamespace(pid=None, status="LISTEN", laddr=SimpleNamespace(port=7))
+    looks = [[dying], []]
+    monkeypatch.setattr(processes, "_DYING_S", 0.0)
+    monkeypatch.setattr(processes.psutil, "net_connections", lambda kind: looks.pop(0))
+    assert processes.listeners(7) == []
+    monkeypatch.setattr(processes.psutil, "net_connections", lambda kind: [dying])
+    assert processes.listeners(7) == [0]

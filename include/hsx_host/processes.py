@@ -81,7 +81,9 @@ def listeners(port: int) -> list[int]:
 
 
 def _listeners(port: int) -> set[int]:
-    return {c.pid or 0 for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port}
+    return {
+        c.pid or 0 for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port
+    }
 
 
 def describe(pid: int) -> str:

@@ -12,6 +12,7 @@ servers of a restore) by a token in its environment that nothing else on the mac
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -169,16 +170,10 @@ class Stack:
 
     def stop(self) -> list[str]:
         """End everything: Airflow first (nobody polls the host any more), then the host. Names of what had to go."""
-        ended = []
+        airflow = list(self.airflow.children) if self.airflow else []
         if self.airflow is not None:
-            ended += list(self.airflow.children)
             self.airflow.stop()
-        if self.ssh is not None:
-            self.ssh.stop()
-            ended.append("sshd")
-        ended += end_marked(TOKEN, self.token)
-        if self.production is not None:
-            processes.stop(self.production)
+        ended = [*airflow, *end_host(self.work, self.token, self.ssh.child if self.ssh else None, self.production)]
         self.state_file.unlink(missing_ok=True)
         return ended
 
@@ -213,15 +208,28 @@ def stop_saved(work: Path) -> list[str]:
         body = json.loads(file.read_text())
     except FileNotFoundError:
         return []
-    children = [Child(**c) for c in reversed(body["airflow"].values())]
-    if body["ssh"]:
-        children.append(Child(**body["ssh"]["child"]))
+    children = [Child(**c) for c in body["airflow"].values()]
     ended = [c.name for c in children if processes.alive(c)]
     processes.stop(*children)
-    ended += end_marked(TOKEN, body["token"])
-    if body["production"]:
-        processes.stop(Child(**body["production"]))
+    ssh = Child(**body["ssh"]["child"]) if body["ssh"] else None
+    ended += end_host(work, body["token"], ssh, Child(**body["production"]) if body["production"] else None)
     file.unlink()
+    return ended
+
+
+def end_host(work: Path, token: str, *started: Child | None) -> list[str]:
+    """End the host's side: what was started directly, what carries the token, and the server that hsx has on record."""
+    children = [c for c in started if c is not None and processes.alive(c)]
+    ended = [c.name for c in children]
+    processes.stop(*children)
+    ended += end_marked(TOKEN, token)
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        # a server that hsx started before it had seen production's environment does not carry the token
+        record = json.loads((work / "host" / "hsx" / "state" / "server.json").read_text())
+        server = Child(f"{record['mode']} SGLang", record["pid"], record["start"], record["log"])
+        if processes.alive(server):
+            processes.stop(server)
+            ended.append(server.name)
     return ended
 
 

@@ -8,30 +8,23 @@ below the folder whose name ends in ``pt``, so that nothing else may lie there u
 
 from __future__ import annotations
 
-import functools
 import os
-import tempfile
-import threading
 import zlib
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hsx_host.errors import Refused
 from hsx_host.formats import Laid, Shape
-from hsx_host.formats.torchzip import Record, records, set_crcs
+from hsx_host.formats.torchsave import ITEM_BYTES, Skeleton, Tensor, skeleton
+from hsx_host.formats.torchzip import records, set_crcs
 from hsx_host.spool import Plane
 from hsx_host.state import write_text
 
 NAME = "speculators_v1"
 FOLDER = "v1"
 NORM = "before"
-
-_PERIOD = 32  # tokens after which every record's length is again a multiple of torch's alignment of 64 bytes
-_proved: set[tuple[int, int, str]] = set()
-_proving = threading.Lock()
 
 
 def file_name(row: int) -> str:
@@ -40,15 +33,8 @@ def file_name(row: int) -> str:
 
 
 def file_bytes(tokens: int, shape: Shape) -> int:
-    """The exact size of a sample's file, in bytes.
-
-    torch itself is asked for one length of each kind; sizes between are exact, since 32 tokens more make every
-    record longer by a multiple of torch's alignment, as long as the pickle's whole numbers keep their width.
-    """
-    rows = tokens * shape.hidden_size
-    kind = (tokens % _PERIOD, _width(tokens), _width(rows), rows * 16 >= 1 << 32)
-    least, size = _measured(kind, tokens, len(shape.planes), shape.hidden_size, shape.dtype)
-    return size + (tokens - least) * (16 + len(shape.planes) * shape.hidden_size * _element(shape.dtype))
+    """The exact size of a sample's file, in bytes."""
+    return _skeleton(tokens, shape).size
 
 
 def lay_out(path: Path, ids: NDArray[Any], mask: NDArray[Any], shape: Shape) -> Laid:
@@ -57,22 +43,20 @@ def lay_out(path: Path, ids: NDArray[Any], mask: NDArray[Any], shape: Shape) -> 
     :param ids: int32 or int64 [n]; ``mask``: uint8 [n].
     :raises OSError: ENOSPC and the like.
     """
-    with path.open("xb") as f:
-        _skeleton(f, len(ids), len(shape.planes), shape.hidden_size, shape.dtype)
-    found, keys = records(path), _keys(shape)
+    laid = _skeleton(len(ids), shape)
+    laid.write(path)
+    places = dict(zip(_names(shape), laid.offsets, strict=True))
     crcs = {}
     fd = os.open(path, os.O_WRONLY)
     try:
         for name, values in (("input_ids", ids), ("loss_mask", mask)):
             data = np.ascontiguousarray(values, dtype="<i8").tobytes()
-            os.pwrite(fd, data, found[keys[name]].offset)
+            os.pwrite(fd, data, places[name])
             crcs[name] = zlib.crc32(data)
     finally:
         os.close(fd)
-    _prove(path, found, shape)
-    stride = shape.hidden_size * _element(shape.dtype)
-    planes = [Plane(name, found[keys[name]].offset, stride) for name in shape.planes]
-    return Laid(bytes=path.stat().st_size, planes=planes, crcs=crcs)
+    stride = shape.hidden_size * ITEM_BYTES[shape.dtype]
+    return Laid(bytes=laid.size, planes=[Plane(name, places[name], stride) for name in shape.planes], crcs=crcs)
 
 
 def complete(path: Path, crcs: dict[str, int], shape: Shape) -> None:
@@ -84,7 +68,7 @@ def complete(path: Path, crcs: dict[str, int], shape: Shape) -> None:
 def check(path: Path, tokens: int, shape: Shape) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
     """The checksums and places in the file's own directory; ValueError where it is no sample of ``tokens`` tokens."""
     found, keys = records(path), _keys(shape)
-    lengths = dict.fromkeys(shape.planes, tokens * shape.hidden_size * _element(shape.dtype))
+    lengths = dict.fromkeys(shape.planes, tokens * shape.hidden_size * ITEM_BYTES[shape.dtype])
     lengths |= {"input_ids": tokens * 8, "loss_mask": tokens * 8}
     for name, length in lengths.items():
         record = found.get(keys[name])
@@ -120,69 +104,16 @@ def side_files(folder: Path, lengths: dict[int, int], facts: dict[str, Any]) -> 
     write_text(folder / "data_config.json", json.dumps(facts, indent=2, sort_keys=True) + "\n")
 
 
+def _names(shape: Shape) -> list[str]:
+    """The tensors in the order in which torch numbers their storages."""
+    return ["input_ids", *shape.planes, "loss_mask"]
+
+
 def _keys(shape: Shape) -> dict[str, str]:
-    """The zip record of each tensor: torch numbers storages in the order in which it pickles them."""
-    names = ["input_ids", *shape.planes, "loss_mask"]
-    return {name: f"data/{i}" for i, name in enumerate(names)}
+    """The zip record of each tensor."""
+    return {name: f"data/{i}" for i, name in enumerate(_names(shape))}
 
 
-def _skeleton(f: IO[bytes], tokens: int, planes: int, hidden_size: int, dtype: str) -> None:
-    """Let torch write the file with holes for all data (a file object makes it name the archive ``archive``)."""
-    import torch
-
-    empty = {
-        "input_ids": torch.empty(tokens, dtype=torch.long),
-        "hidden_states": [torch.empty(tokens, hidden_size, dtype=getattr(torch, dtype)) for _ in range(planes)],
-        "loss_mask": torch.empty(tokens, dtype=torch.long),
-    }
-    with torch.serialization.skip_data():
-        torch.save(empty, f)
-
-
-@functools.cache
-def _measured_at(tokens: int, planes: int, hidden_size: int, dtype: str) -> int:
-    with tempfile.TemporaryFile() as f:
-        _skeleton(f, tokens, planes, hidden_size, dtype)
-        return f.seek(0, os.SEEK_END)
-
-
-_kinds: dict[tuple[object, ...], tuple[int, int]] = {}
-
-
-def _measured(kind: tuple[object, ...], tokens: int, planes: int, hidden_size: int, dtype: str) -> tuple[int, int]:
-    key = (*kind, planes, hidden_size, dtype)
-    if key not in _kinds or tokens * hidden_size * planes * 2 >= 1 << 31:  # zip64 has widths of its own: ask torch
-        _kinds[key] = (tokens, _measured_at(tokens, planes, hidden_size, dtype))
-    return _kinds[key]
-
-
-def _width(n: int) -> int:
-    """Bytes of a whole number in a pickle of protocol 2: BININT1, BININT2, BININT, LONG1."""
-    return 1 if n < 1 << 8 else 2 if n < 1 << 16 else 4 if n < 1 << 31 else 5 + n.bit_length() // 8
-
-
-def _element(dtype: str) -> int:
-    return {"bfloat16": 2, "float16": 2}[dtype]
-
-
-def _prove(path: Path, found: dict[str, Record], shape: Shape) -> None:
-    """Once a process and shape: the places from the zip are where torch itself reads (Refused where not)."""
-    key = (len(shape.planes), shape.hidden_size, shape.dtype)
-    with _proving:
-        if key in _proved:
-            return
-        import torch
-
-        body = torch.load(path, mmap=True, weights_only=True)
-        tensors = [body["input_ids"], *body["hidden_states"], body["loss_mask"]]
-        base = tensors[0].data_ptr() - found["data/0"].offset  # of the mapped file, if the first tensor is right
-        torchs = [t.data_ptr() - base for t in tensors]
-        ours = [found[f"data/{i}"].offset for i in range(len(tensors))]
-        ids = np.fromfile(path, dtype="<i8", count=tensors[0].numel(), offset=ours[0])
-        if torchs != ours or not np.array_equal(tensors[0].numpy(), ids):
-            raise Refused(
-                f"torch {torch.__version__} reads tensors at {torchs}, the file has them at {ours}",
-                field="host.python",
-                fix="use a torch that hsx knows (2.11 to 2.14)",
-            )
-        _proved.add(key)
+def _skeleton(tokens: int, shape: Shape) -> Skeleton:
+    ids, plane = Tensor((tokens,), "int64"), Tensor((tokens, shape.hidden_size), shape.dtype)
+    return skeleton({"input_ids": ids, "hidden_states": [plane] * len(shape.planes), "loss_mask": ids})

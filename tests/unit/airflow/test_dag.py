@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from airflow.sdk import DAG, TriggerRule
+from airflow.sdk.definitions.mappedoperator import MappedOperator
 from airflow.sdk.exceptions import ParamValidationError
 
 from hsx_operators.base import POOL, HostVerbOperator
@@ -92,6 +93,7 @@ def test_nothing_is_deleted_before_the_probe_and_approval_never_holds_the_host(d
 def test_shards_are_mapped_and_named(dag: DAG) -> None:
     extract = dag.get_task("extract")
     assert extract.is_mapped
+    assert isinstance(extract, MappedOperator)
     assert extract.partial_kwargs["map_index_template"] == "{{ task.shard['name'] }}"
 
 
@@ -149,4 +151,4 @@ def test_schedule_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("HSX_SCHEDULE", "0 2 * * *")
     bag = DagBag(dag_folder=str(REPO / "dags"))
     assert bag.import_errors == {}
-    assert bag.dags["hsx_extraction"].schedule == "0 2 * * *"
+    assert str(bag.dags["hsx_extraction"].schedule) == "0 2 * * *"

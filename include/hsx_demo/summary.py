@@ -8,6 +8,7 @@ from typing import Any
 
 from hsx_demo.client import AirflowClient, Task
 from hsx_demo.stack import DAG_ID
+from hsx_operators.answers import human_bytes
 
 
 def text(client: AirflowClient, run_id: str, state: str) -> str:
@@ -51,7 +52,7 @@ def data_lines(
     if plan:
         lines.append(
             f"plan        {plan['rows']:,} rows, {plan['rejected']} rejected, {plan['done']} done before; to do: "
-            f"{plan['todo']} samples, {plan['todo_tokens']:,} tokens, {size(plan['todo_bytes'])}"
+            f"{plan['todo']} samples, {plan['todo_tokens']:,} tokens, {human_bytes(plan['todo_bytes'])}"
         )
     if probe:
         lines.append(f"probe       {probe['cases']} cases right in {probe['seconds']:.1f} s")
@@ -61,13 +62,13 @@ def data_lines(
         extracted, failed = sum(s["extracted"] for s in shards), sum(s["failed"] for s in shards)
         lines.append(
             f"extracted   {extracted} samples in {len(shards)} shards, {tokens:,} tokens, "
-            f"{size(sum(s['bytes'] for s in shards))} in {seconds:.1f} s{rate}; {failed} failed"
+            f"{human_bytes(sum(s['bytes'] for s in shards))} in {seconds:.1f} s{rate}; {failed} failed"
         )
         lines += [f"proof       {s['name']}: {s['proof']}" for s in shards]
     if verify:
         lines.append(
-            f"verified    {verify['samples']} samples, {verify['tokens']:,} tokens, {size(verify['bytes'])} read; "
-            f"{verify['missing']} missing, {verify['failed']} failed, {verify['proved']} proved by their next token"
+            f"verified    {verify['samples']} samples, {verify['tokens']:,} tokens, {human_bytes(verify['bytes'])} read"
+            f"; {verify['missing']} missing, {verify['failed']} failed, {verify['proved']} proved by their next token"
         )
     return lines
 
@@ -103,15 +104,6 @@ def handoff_lines(handoff: Mapping[str, Any] | None) -> list[str]:
     lines.append(f"  layers {handoff['layers']}, final {handoff['final']}")
     lines += [f"  {name}: {command}" for name, command in handoff["commands"].items()]
     return lines
-
-
-def size(n: float) -> str:
-    """1536 -> ``1.5 KiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1024
-    return f"{n:.1f} TiB"
 
 
 def _instant(iso: str) -> float:

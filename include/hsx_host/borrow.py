@@ -76,15 +76,22 @@ def extraction_server(spec: RunSpec) -> Iterator[ServerFacts]:
             log("stopped by a signal: the guard gives the host back")
         raise
     except BaseException:
-        if _leave(spec):
-            try:
-                give_back(spec)
-            except HsxError as e:  # the step's own error is the one to see; the guard goes on trying
-                log(f"giving the host back failed: {e}; the guard tries again")
-                lease.expire(spec)
+        with contextlib.suppress(HsxError):  # the step's own error is the one to see
+            _give_back_or_let_lapse(spec)
         raise
-    if _leave(spec):
+    _give_back_or_let_lapse(spec)
+
+
+def _give_back_or_let_lapse(spec: RunSpec) -> None:
+    """The last borrowing step gives the host back; where that fails, the guard goes on trying at once."""
+    if not _leave(spec):
+        return
+    try:
         give_back(spec)
+    except HsxError as e:
+        log(f"giving the host back failed: {e}; the guard tries again")
+        lease.expire(spec)
+        raise
 
 
 def give_back(spec: RunSpec, grant: Lease | None = None) -> ServerFacts:

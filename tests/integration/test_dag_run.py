@@ -24,20 +24,25 @@ PROFILES = Path(__file__).parent / "profiles"
 RUN_TIMEOUT_S = 900.0
 
 
+def write_chats(path: Path, seed: int) -> Path:
+    """120 samples of 20 to 399 random tokens."""
+    rng = random.Random(seed)
+    with path.open("w") as f:
+        for _ in range(120):
+            n = rng.randrange(20, 400)
+            f.write(json.dumps({"input_ids": [rng.randrange(4, 512) for _ in range(n)], "loss_mask": [1] * n}) + "\n")
+    return path
+
+
 @pytest.fixture(scope="module")
 def stand(tmp_path_factory: pytest.TempPathFactory, host_python: str, tiny_model: Path) -> Iterator[Stack]:
     """A borrowed host with production running, and Airflow beside it."""
     work = tmp_path_factory.mktemp("stand")
-    rng = random.Random(7)
-    with (work / "chats.jsonl").open("w") as f:
-        for _ in range(120):
-            n = rng.randrange(20, 400)
-            f.write(json.dumps({"input_ids": [rng.randrange(4, 512) for _ in range(n)], "loss_mask": [1] * n}) + "\n")
     stack = Stack(
         work / "s",
         python_host=host_python,
         model=tiny_model,
-        dataset=work / "chats.jsonl",
+        dataset=write_chats(work / "chats.jsonl", seed=7),
         profile="tiny",
         extra_env={"HSX_PROFILES": str(PROFILES)},
     )
@@ -83,6 +88,14 @@ class Run:
     def xcom(self, task_id: str, map_index: int = -1) -> Any:
         return self.client.xcom(DAG_ID, self.id, task_id, map_index=map_index)
 
+    def wait_published(self, stand: Stack, count: int, dataset: str) -> None:
+        """Until ``count`` samples of a data set are published and the run still goes on."""
+        deadline = time.monotonic() + RUN_TIMEOUT_S
+        while len(manifest(stand, dataset)) < count:
+            assert self.client.run_state(DAG_ID, self.id) in ("queued", "running"), self.story()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
     def story(self) -> str:
         """For an assertion that fails: every state, and the log of what failed."""
         failed = [n for n, t in self.tasks().items() if t.state == "failed"]
@@ -100,12 +113,13 @@ def production_untouched(stand: Stack) -> bool:
     return processes.alive(stand.production) and stand.production_healthy() and "stopping server" not in journal(stand)
 
 
-def manifest(stand: Stack) -> list[str]:
+def manifest(stand: Stack, dataset: str = "chats") -> list[str]:
     assert stand.output is not None
-    return [line for f in stand.output.glob("*/shards/*/manifest.jsonl") for line in f.read_text().splitlines()]
+    files = stand.output.glob(f"tiny-{dataset}-*/shards/*/manifest.jsonl")
+    return [line for f in files for line in f.read_text().splitlines()]
 
 
-# The tests below are one story, in this order: production is first stopped in the last two.
+# The tests below are one story, in this order: production is first stopped by the first kill.
 
 
 @pytest.mark.parametrize(
@@ -153,11 +167,7 @@ def test_a_server_killed_in_mid_extraction_is_red_and_production_comes_back_and_
     stand: Stack, client: AirflowClient
 ) -> None:
     run = Run(client, {"shards": "0"})
-    deadline = time.monotonic() + RUN_TIMEOUT_S
-    while len(manifest(stand)) < 3:
-        assert run.client.run_state(DAG_ID, run.id) in ("queued", "running"), run.story()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    run.wait_published(stand, 3, "chats")
     server = json.loads((stand.host_dir / "hsx" / "state" / "server.json").read_text())
     assert server["mode"] == "extraction"
     os.killpg(server["pid"], signal.SIGKILL)
@@ -198,3 +208,26 @@ def test_nothing_to_do_leaves_production_alone(stand: Stack, client: AirflowClie
     assert "Nothing to do: all 100 samples" in run.log("gate")
     assert run.states()["acquire"] == "skipped"
     assert [e for e in journal(stand)[len(before) :] if e != "job started"] == []
+
+
+def test_a_host_program_killed_is_red_and_production_comes_back_and_a_whole_clear_does_the_rest(
+    stand: Stack, client: AirflowClient, tmp_path: Path
+) -> None:
+    run = Run(client, {"shards": "0", "dataset": str(write_chats(tmp_path / "more.jsonl", seed=8)), "benchmark": "off"})
+    run.wait_published(stand, 3, "more")
+    jobs = sorted((stand.host_dir / "hsx" / "jobs").glob("extract-*/job.json"), key=lambda f: f.stat().st_mtime)
+    os.killpg(json.loads(jobs[-1].read_text())["pid"], signal.SIGKILL)  # the runner leads its session: verb and runner
+
+    assert run.end() == "failed", run.story()
+    states, published = run.states(), len(manifest(stand, "more"))
+    assert 3 <= published < 100
+    assert (states["extract.0"], states["verdict"]) == ("failed", "failed")
+    assert (states["restore"], states["production_healthy"]) == ("success", "success"), run.story()
+    assert stand.production_healthy()
+
+    client.clear(DAG_ID, run.id, [("extract", 0)], only_failed=False, include_downstream=True)
+    assert run.end() == "success", run.story()
+    assert run.xcom("extract", 0)["extracted"] == 100 - published
+    assert run.tasks()["restore"].try_number == 2  # setups and teardowns come along with such a clear
+    assert list(stand.output.glob("tiny-more-*/tmp/*")) == []  # type: ignore[union-attr]
+    assert stand.production_healthy()

@@ -23,7 +23,7 @@ from hsx_demo.model import model_hash
 from hsx_demo.prompts import QUESTIONS
 
 RECIPE = 1  # counts changes of what follows that make other rows
-AT_ONCE = 16
+AT_ONCE = 40
 
 
 def make_dataset(model: Path, url: str, cache: Path) -> Path:

@@ -16,10 +16,10 @@ import tempfile
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from hsx_host import adopt, health, servers, state
+from hsx_host import adopt, bench_loads, health, servers, state
 from hsx_host.contract import BenchmarkLoad, BenchmarkResult, LoadFigures, RunSpec
 from hsx_host.errors import BadInput, TryAgain
-from hsx_host.progress import Progress, log
+from hsx_host.progress import log
 
 HELP = "measure production, before and after"
 _TIMEOUT_S = 3600.0
@@ -48,21 +48,21 @@ def run(spec: RunSpec, args: Namespace) -> BenchmarkResult:
 
 
 def measure(spec: RunSpec) -> dict[str, LoadFigures]:
-    """Every load, one after the other."""
-    figures, progress = {}, Progress("benchmark", len(spec.benchmark.loads))
+    """Every load, one after the other, in one process of bench_serving's."""
     env = servers.environment(adopt.base(spec).env, spec.production) | {"HF_HUB_OFFLINE": "1"}
-    for done, (name, load) in enumerate(spec.benchmark.loads.items()):
-        progress.update(done)
-        with tempfile.TemporaryDirectory(dir=state.run_dir(spec)) as scratch:
-            output = Path(scratch) / "figures.jsonl"
-            _bench(command(spec, load, output), env, scratch, name)
-            figures[name] = parse(output.read_text() if output.exists() else "", name, load)
-    progress.update(len(spec.benchmark.loads))
-    return figures
+    loads = spec.benchmark.loads
+    with tempfile.TemporaryDirectory(dir=state.run_dir(spec)) as scratch:
+        outputs = {name: Path(scratch) / f"{i}.jsonl" for i, name in enumerate(loads)}
+        lines = [arguments(spec, load, outputs[name]) for name, load in loads.items()]
+        _bench([spec.host.python, "-P", bench_loads.__file__, json.dumps(lines)], env, scratch)
+        return {
+            name: parse(outputs[name].read_text() if outputs[name].exists() else "", name, load)
+            for name, load in loads.items()
+        }
 
 
-def command(spec: RunSpec, load: BenchmarkLoad, output: Path) -> list[str]:
-    """The command line of ``sglang.bench_serving`` for one load."""
+def arguments(spec: RunSpec, load: BenchmarkLoad, output: Path) -> list[str]:
+    """The arguments of ``sglang.bench_serving`` for one load."""
     host = spec.production.host if spec.production.host not in ("0.0.0.0", "::") else "127.0.0.1"
     pairs = {
         "--backend": "sglang",
@@ -78,7 +78,7 @@ def command(spec: RunSpec, load: BenchmarkLoad, output: Path) -> list[str]:
         "--output-file": str(output),
     }
     words = [word for pair in pairs.items() for word in pair]
-    return [spec.host.python, "-m", "sglang.bench_serving", *words, "--tokenize-prompt", "--disable-tqdm"]
+    return [*words, "--tokenize-prompt", "--disable-tqdm"]
 
 
 def parse(text: str, name: str, load: BenchmarkLoad) -> LoadFigures:
@@ -132,8 +132,8 @@ def compare(
     )
 
 
-def _bench(argv: list[str], env: dict[str, str], cwd: str, name: str) -> None:
-    log(f"benchmark {name}: {' '.join(argv[1:])}")
+def _bench(argv: list[str], env: dict[str, str], cwd: str) -> None:
+    log(f"bench_serving: {' '.join(argv[1:])}")
     try:
         done = subprocess.run(
             argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -141,7 +141,7 @@ def _bench(argv: list[str], env: dict[str, str], cwd: str, name: str) -> None:
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise TryAgain(
-            f"load {name} did not end within {_TIMEOUT_S:.0f} s", field=f"benchmark.loads.{name}", fix="make it smaller"
+            f"the benchmark did not end within {_TIMEOUT_S:.0f} s", field="benchmark.loads", fix="make them smaller"
         ) from None
     except FileNotFoundError:
         raise BadInput("no such Python", field="host.python", value=argv[0], fix="name SGLang's Python") from None
@@ -149,8 +149,8 @@ def _bench(argv: list[str], env: dict[str, str], cwd: str, name: str) -> None:
     if done.returncode != 0:
         tail = " | ".join(done.stdout.strip().splitlines()[-3:])
         raise TryAgain(
-            f"bench_serving ended with {done.returncode} under load {name}: {tail[:600]}",
-            field=f"benchmark.loads.{name}",
+            f"bench_serving ended with {done.returncode}: {tail[:600]}",
+            field="benchmark.loads",
             fix="read the log of this step",
         )
 

@@ -48,4 +48,4 @@ clean:           ## what was made in this checkout
 	@rm -rf build .mypy_cache .ruff_cache
 
 clean-cache:     ## environments, model and data sets of all checkouts
-	@rm -rf "$${HSX_CACHE:-$$HOME/.cache/hsx}"
+	@C="$${HSX_CACHE:-$$HOME/.cache/hsx}"; rm -rf "$$C"/envs "$$C"/models "$$C"/datasets "$$C"/speculators-*; rmdir "$$C" 2>/dev/null || true

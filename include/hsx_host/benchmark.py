@@ -16,7 +16,7 @@ import tempfile
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from hsx_host import adopt, bench_loads, health, servers, state
+from hsx_host import adopt, bench_loads, health, lease, servers, state
 from hsx_host.contract import BenchmarkLoad, BenchmarkResult, LoadFigures, RunSpec
 from hsx_host.errors import BadInput, TryAgain
 from hsx_host.progress import log
@@ -32,6 +32,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(spec: RunSpec, args: Namespace) -> BenchmarkResult:
     baseline = state.read_document(BenchmarkResult, _path(spec, "before")) if args.label == "after" else None
     if spec.benchmark.enabled:
+        _refuse_borrowed(spec)
         why = health.problem(spec.production)
         if why:
             raise TryAgain(
@@ -45,6 +46,20 @@ def run(spec: RunSpec, args: Namespace) -> BenchmarkResult:
     state.write_document(_path(spec, args.label), result)
     log(result.text)
     return result
+
+
+def _refuse_borrowed(spec: RunSpec) -> None:
+    """TryAgain where the host is not in production: another run's extraction server is no baseline."""
+    held, server = lease.read(spec), state.read_server(spec)
+    if held is not None and held.run_id != spec.run_id and not lease.lapsed(held):
+        raise lease.held_by(held)
+    if server is not None and (server.mode, server.phase) == ("extraction", "running"):
+        raise TryAgain(
+            "the extraction server is up, production is not",
+            field="mode",
+            value=server.mode,
+            fix="serve production first",
+        )
 
 
 def measure(spec: RunSpec) -> dict[str, LoadFigures]:

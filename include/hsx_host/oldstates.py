@@ -22,10 +22,11 @@ def find(spec: RunSpec, current: str) -> list[OldState]:
     """Folders directly below the old-state roots that look like old sets, by path.
 
     :param current: the data set of this run, which is never listed; neither is what contains it, the output root or
-        hsx's home. Symbolic links are not followed, nor listed.
+        hsx's home. Data sets of hsx in the output root are live, whoever made them. Symbolic links are not followed,
+        nor listed.
     """
     keep = [Path(os.path.realpath(p)) for p in (current, spec.host.output_root, spec.host.home) if p]
-    found = []
+    output, found = Path(os.path.realpath(spec.host.output_root)), []
     for root in dict.fromkeys(os.path.realpath(r) for r in spec.host.old_state_roots):
         if not os.path.isdir(root):
             continue
@@ -34,6 +35,8 @@ def find(spec: RunSpec, current: str) -> list[OldState]:
                 continue
             path = Path(entry.path)
             if any(k == path or k.is_relative_to(path) for k in keep) or not looks_like_states(path):
+                continue
+            if path.parent == output and _is_dataset(path):
                 continue
             found.append(measure(path))
     return found

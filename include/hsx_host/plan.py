@@ -1,7 +1,7 @@
 """Read and validate the data file, cut shards, size them, and leave out what is already published.
 
 One streaming pass: memory holds one shard. Each shard's valid samples go to ``shards/<id>/input.safetensors``
-of the data set, where ``extract`` finds them; the plan itself goes to ``plan.json`` of the run. A row's number
+of the data set, where ``extract`` finds them; the plan itself goes to ``plan.json`` of both. A row's number
 is its line number, rejects included. With ``--dry-run`` nothing is written below the output root.
 """
 

@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 from hsx_operators import INCLUDE
 from hsx_operators.errors import ProfileError
 
-#: Formats of a data set that ``extract`` writes (docs/formats.md tells each to the byte).
+#: Formats of a data set that ``extract`` writes.
 FORMATS = ("speculators_v1",)
 
 Port = Annotated[int, Field(ge=1, le=65535)]

@@ -22,7 +22,7 @@ class AcquireHostOperator(HostVerbOperator):
 
     result_type = c.Lease
     detached = False
-    default_retries: ClassVar[int] = 12
+    default_retries: ClassVar[int] = 288  # a day
     default_policy: ClassVar[HostRetryPolicy] = ACQUIRE_RETRIES
 
     def verb(self, context: Context) -> list[str]:

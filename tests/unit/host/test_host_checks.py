@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from host_lifecycle import clean_up, make_spec, start_by_hand
 
-from hsx_host import benchmark, patch, preflight, serve, state
+from hsx_host import benchmark, lease, patch, preflight, serve, state
 from hsx_host import contract as c
 from hsx_host.errors import BadInput, Refused, TryAgain
 
@@ -177,6 +177,12 @@ def test_bench_output_is_parsed_and_failed_requests_count() -> None:
         benchmark.parse(json.dumps(body), "single", replace(load, prompts=3))
     with pytest.raises(TryAgain, match="nothing"):
         benchmark.parse("", "single", load)
+
+
+def test_a_borrowed_host_is_no_baseline(spec: c.RunSpec) -> None:
+    lease.acquire(replace(spec, run_id="another"))
+    with pytest.raises(TryAgain, match="held by run another"):
+        benchmark.run(spec, Namespace(label="before"))
 
 
 def test_a_dead_production_is_not_measured_and_off_is_said(spec: c.RunSpec) -> None:

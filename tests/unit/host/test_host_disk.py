@@ -51,6 +51,14 @@ def run_cleanup(spec: c.RunSpec, approve: str = "") -> c.CleanupResult:
     return cleanup.run(spec, Namespace(approve=approve))
 
 
+def test_data_sets_in_the_output_root_are_live_whoever_made_them(spec: c.RunSpec) -> None:
+    root = Path(spec.host.output_root)
+    spec = replace(spec, host=replace(spec.host, old_state_roots=[str(root)]))
+    (old_set(root, "another-run", "v1/data_0.pt") / "dataset.json").write_text("{}")
+    old_set(root, "vllm")
+    assert [Path(s.path).name for s in oldstates.find(spec, "")] == ["vllm"]
+
+
 def test_verdicts() -> None:
     old = [c.OldState("/o", 50 * GIB, 1, 1, 1, 0.0)]
     cases = [(10, 20, 5, [], "fits"), (20, 20, 5, old, "cleanup"), (100, 20, 5, old, "short"), (0, 0, 5, [], "fits")]

@@ -7,6 +7,7 @@ With another code than 0 the document is an ErrorDoc.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -19,7 +20,7 @@ from typing import Any, NoReturn
 
 from hsx_host import verbs
 from hsx_host.contract import ContractError, ErrorDoc, RunSpec, decode, encode
-from hsx_host.errors import AGAIN, BAD_INPUT, BUG, OK, BadInput, HsxError
+from hsx_host.errors import AGAIN, BAD_INPUT, BUG, OK, BadInput, HsxError, TryAgain
 
 EXIT_CODES = """exit codes:
   0   done: stdout holds the result
@@ -61,9 +62,25 @@ def _answer(argv: list[str]) -> tuple[Any, int]:
         return e.doc, e.code
     except KeyboardInterrupt:
         return ErrorDoc(kind="again", message=f"{argv[0]} was stopped by a signal", fix="start it again"), AGAIN
+    except OSError as e:
+        if (error := _of_the_host(e)) is None:
+            traceback.print_exc()
+            return ErrorDoc(kind="bug", message=f"{type(e).__name__}: {e}"), BUG
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return error.doc, error.code
     except Exception as e:
         traceback.print_exc()
         return ErrorDoc(kind="bug", message=f"{type(e).__name__}: {e}"), BUG
+
+
+def _of_the_host(e: OSError) -> HsxError | None:
+    """What a file system says that a person can act on; None for anything else."""
+    where = e.filename or "the host's home or output root"
+    if e.errno in (errno.ENOSPC, errno.EDQUOT):
+        return TryAgain(f"no space: {e.strerror}", field="disk", value=where, fix="make room, then start it again")
+    if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+        return BadInput(f"{e.strerror}", field="path", value=where, fix="name a folder that this login may write")
+    return None
 
 
 def _run(argv: list[str]) -> Any:

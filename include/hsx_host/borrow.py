@@ -76,7 +76,7 @@ def extraction_server(spec: RunSpec) -> Iterator[ServerFacts]:
             log("stopped by a signal: the guard gives the host back")
         raise
     except BaseException:
-        with contextlib.suppress(HsxError):  # the step's own error is the one to see
+        with contextlib.suppress(Exception):  # the step's own error is the one to see
             _give_back_or_let_lapse(spec)
         raise
     _give_back_or_let_lapse(spec)
@@ -88,7 +88,7 @@ def _give_back_or_let_lapse(spec: RunSpec) -> None:
         return
     try:
         give_back(spec)
-    except HsxError as e:
+    except Exception as e:
         log(f"giving the host back failed: {e}; the guard tries again")
         lease.expire(spec)
         raise

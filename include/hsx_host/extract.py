@@ -25,7 +25,7 @@ from hsx_host.contract import PlanResult, RunSpec, ShardSummary
 from hsx_host.dataset import Sample
 from hsx_host.errors import BadInput, Refused, TryAgain
 from hsx_host.fingerprint import DatasetSemantics, opened
-from hsx_host.manifest import Failed, Ledger, Published, failures, remove_leftovers, resume, rewrite
+from hsx_host.manifest import Failed, Ledger, Published, remove_leftovers, resume, rewrite
 from hsx_host.progress import Progress, log
 from hsx_host.shards import ShardFiles, ShardInput, read_input, shard_name, sync_folder
 
@@ -75,9 +75,11 @@ class _Shard:
         self._names = {row: self._form.file_name(row) for row in range(first, first + size)}
         self._published: dict[int, Published] = {}
         self._failed: dict[int, Failed] = {}
+        self._began = 0.0
 
     def extract(self) -> ShardSummary:
         began = time.monotonic()
+        self._began = time.time()
         todo = self._resume()
         work = _Work(todo=deque(todo), left=len(todo))
         if todo:
@@ -100,7 +102,7 @@ class _Shard:
         if gone:
             log(f"removed {len(gone)} files that are not in the manifest: {', '.join(gone[:5])}")
         todo = [i for i, row in enumerate(self._input.rows.tolist()) if row not in self._published]
-        if failures(self._files.failures):  # their rows get a new verdict now
+        if self._files.failures.exists() and self._files.failures.stat().st_size:  # their rows get a new verdict now
             rewrite(self._files.failures, [])
         lengths = self._input.offsets[1:] - self._input.offsets[:-1]
         return sorted(todo, key=lambda i: -int(lengths[i]))
@@ -250,11 +252,13 @@ class _Shard:
         chosen = proof.seeded(lines, self._spec.data.proof_samples, seed)
         text, problems = proof.prove_published(self._spec.model.path, self._dataset, self._meaning, chosen)
         if problems:
+            self._unpublish(problems)
+            named = [f"row {row}: {why}" for row, why in problems.items()]
             raise Refused(
-                f"the next-token proof failed in shard {self._files.id:05d} ({text}): " + "; ".join(problems[:5]),
+                f"the next-token proof failed in shard {self._files.id:05d} ({text}): " + "; ".join(named[:5]),
                 field="shard",
                 value=self._files.id,
-                fix="these states are wrong: run probe, look at the capture plugin, remove the shard's files",
+                fix="what this step extracted counts no longer: run probe, look at the capture plugin, extract again",
             )
         plan = state.read_document(PlanResult, self._dataset / "plan.json")
         rows = plan.rows if plan else int(self._input.rows[-1]) + 1
@@ -272,6 +276,16 @@ class _Shard:
             proof=text,
             failures=[f"row {f.index} after {f.tries} tries: {f.reason}" for f in list(self._failed.values())[:20]],
         )
+
+    def _unpublish(self, problems: dict[int, str]) -> None:
+        """Take disproved samples, and all that this call made with them, out of the manifest: they are redone."""
+        made = {row for row, line in self._published.items() if line.time >= self._began}
+        rewrite(self._files.manifest, [v for row, v in self._published.items() if row not in made | set(problems)])
+        ledger: Ledger[Failed] = Ledger(self._files.failures)
+        for row, why in problems.items():
+            line = self._published[row]
+            ledger.append(Failed(row, line.tokens, line.ids_hash, f"next-token proof: {why}", 1, time.time()))
+        ledger.close()
 
     def _verdict(self, summary: ShardSummary) -> None:
         missing = summary.samples - summary.published

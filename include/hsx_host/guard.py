@@ -9,12 +9,12 @@ Example
 
 from __future__ import annotations
 
+import contextlib
 import time
 from argparse import ArgumentParser, Namespace
 
 from hsx_host import borrow, lease, state
 from hsx_host.contract import Lease, RunSpec, ServerFacts
-from hsx_host.errors import HsxError
 from hsx_host.progress import log
 
 HELP = "watch the lease and give the host back when it lapses (started by acquire)"
@@ -29,20 +29,26 @@ def run(spec: RunSpec, args: Namespace) -> ServerFacts:
     mine = Lease(run_id=spec.run_id, since=args.since, expires=0.0)
     every = min(2.0, max(spec.lease_ttl_s / 10, 0.1))
     while True:
-        now = lease.read(spec)
-        if now is None or not lease.same_grant(now, mine):
-            log("the lease is given up: nothing to guard")
-            return _nothing(spec)
-        if lease.lapsed(now):
-            state.journal(spec, "lease lapsed: the guard gives the host back", lapsed_at=now.expires)
-            try:
-                return borrow.give_back(spec, mine)
-            except HsxError as e:
-                log(f"production is not back yet: {e}")
-                state.journal(spec, "guard: production is not back yet", why=str(e)[:500])
-                time.sleep(min(_RETRY_S, every * 10))
-        else:
-            time.sleep(every)
+        try:
+            now = lease.read(spec)
+            if now is None or not lease.same_grant(now, mine):
+                log("the lease is given up: nothing to guard")
+                return _nothing(spec)
+            if not lease.lapsed(now):
+                time.sleep(every)
+                continue
+            _note(spec, "lease lapsed: the guard gives the host back", lapsed_at=now.expires)
+            return borrow.give_back(spec, mine)
+        except Exception as e:  # whatever it is (a full disk, say), nobody else would bring production back
+            log(f"production is not back yet: {type(e).__name__}: {e}")
+            _note(spec, "guard: production is not back yet", why=str(e)[:500])
+            time.sleep(min(_RETRY_S, every * 10))
+
+
+def _note(spec: RunSpec, event: str, **facts: object) -> None:
+    """A line in the journal where there is room for it."""
+    with contextlib.suppress(OSError):
+        state.journal(spec, event, **facts)
 
 
 def _nothing(spec: RunSpec) -> ServerFacts:

@@ -25,9 +25,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(spec: RunSpec, args: Namespace) -> HandoffResult:
-    """The hand-off; Refused where the data set is not whole."""
+    """The hand-off of all that is published; Refused where a shard of this run is not whole."""
     dataset, meaning = opened(spec)
-    report = verify.check(spec, dataset, meaning, deep=False)
+    report = verify.check(spec, dataset, meaning, deep=False, whole=True)
     if not report.ok:
         raise Refused(
             f"the data set is not whole ({report.missing} missing, {report.failed} failed): "
@@ -36,7 +36,7 @@ def run(spec: RunSpec, args: Namespace) -> HandoffResult:
             value=dataset,
             fix="extract the missing samples, then verify",
         )
-    lines = verify.census(spec, dataset).published
+    lines = verify.census(spec, dataset, whole=True).published
     form = formats.direct(meaning.formats)
     folder = dataset / form.FOLDER
     form.side_files(folder, {row: line.tokens for row, line in lines.items()}, asdict(meaning))

@@ -192,7 +192,7 @@ def _text(path: Path) -> str:
 def _rc(where: Path) -> int | None:
     try:
         return int((where / "rc").read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):  # not there yet, or not written yet
         return None
 
 

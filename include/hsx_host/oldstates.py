@@ -12,7 +12,7 @@ from pathlib import Path
 from hsx_host.contract import OldState, RunSpec
 
 # Files that make a folder a set of hidden states: speculators v1 and hs-safetensors, SpecForge, and single samples.
-_FILES = ("data_*.pt", "hs_*.safetensors", "*.ckpt", "sample_*.pt", "sample_*.safetensors")
+_FILES = ("data_*.pt", "hs_*.safetensors", "data_*.ckpt", "sample_*.pt", "sample_*.safetensors")
 _FOLDERS = ("rows_*-*", "hidden_states")
 _DATASET = ("shards", "v1", "speculators", "specforge", "modelopt")
 _DEPTH = 3

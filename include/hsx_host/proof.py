@@ -86,6 +86,8 @@ class NextToken:
         """
         import torch
 
+        if not bool(last.isfinite().all()) or not bool(last.any()):
+            return Verdict(False, False, "the final hidden state is not finite, or all zero")
         h = self.normed(last).float()
         vocabulary = self._head.get_shape()[0]
         if not 0 <= token < vocabulary:
@@ -159,22 +161,23 @@ def seeded(lines: Iterable[Published], count: int, seed: str) -> list[Published]
 
 def prove_published(
     model_path: str, dataset: Path, meaning: DatasetSemantics, lines: Sequence[Published]
-) -> tuple[str, list[str]]:
-    """Next-token proof of published samples: a sentence with the counts, and a problem a failed sample."""
+) -> tuple[str, dict[int, str]]:
+    """Next-token proof of published samples: a sentence with the counts, and why by row that failed."""
     if not lines:
-        return "0 of 0 next tokens", []
+        return "0 of 0 next tokens", {}
     form = formats.direct(meaning.formats)
     shape = formats.Shape(meaning.planes, meaning.hidden_size, meaning.dtype)
     prover = NextToken(model_path, dataset / NORM_FILE, meaning.dtype)
-    exact, tied, problems = 0, 0, []
+    exact, tied = 0, 0
+    problems: dict[int, str] = {}
     for line in lines:
         try:
             verdict = prover.prove(form.load(dataset / line.file, shape)["planes"][-1][-1], line.next_token)
         except (OSError, ValueError, RuntimeError) as e:
-            problems.append(f"row {line.index}: {line.file} can't be loaded: {e}")
+            problems[line.index] = f"{line.file} can't be loaded: {e}"
             continue
         exact, tied = exact + verdict.exact, tied + (verdict.ok and not verdict.exact)
         if not verdict.ok:
-            problems.append(f"row {line.index}: {verdict.text}")
+            problems[line.index] = verdict.text
     ties = f", {tied} within bf16 ties" if tied else ""
     return f"{exact + tied} of {len(lines)} next tokens{ties}", problems

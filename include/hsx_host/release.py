@@ -26,14 +26,13 @@ def run(spec: RunSpec, args: Namespace) -> Lease:
     if held is None or held.run_id != spec.run_id:
         return Lease(run_id=spec.run_id, since=0.0, expires=0.0)
     server = state.read_server(spec)
-    if (
-        server is not None
-        and server.mode == "extraction"
+    if server is not None and not (
+        (server.mode, server.phase) == ("production", "running")
         and procid.boot_id() == server.boot_id
         and procid.alive(procid.ProcId(server.pid, server.start))
     ):
         raise Refused(
-            "the extraction server is up: without a lease nobody would give the host back",
+            "production is not up: without a lease nobody would give the host back",
             field="lease",
             value=spec.run_id,
             fix="serve production first",

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hsx_host import formats, proof, state
-from hsx_host.contract import RunSpec, VerifyReport
+from hsx_host.contract import PlanResult, RunSpec, VerifyReport
 from hsx_host.errors import Refused, TryAgain
 from hsx_host.fingerprint import DatasetSemantics, opened
 from hsx_host.manifest import Published, failures, newest, read_lines, standing
@@ -76,11 +76,16 @@ class Census:
     wrong: list[str] = field(default_factory=list)
 
 
-def census(spec: RunSpec, dataset: Path) -> Census:
-    """Read every manifest in scope (``data.shards``, or all); no sample's file is opened."""
+def census(spec: RunSpec, dataset: Path, *, whole: bool = False) -> Census:
+    """Read every manifest in scope (``data.shards``, or all); no sample's file is opened.
+
+    :param whole: also count what the other shards have published; what they lack is not this run's to judge.
+    """
     found = Census()
     for shard in shard_ids(dataset):
         if spec.data.shards and shard not in spec.data.shards:
+            if whole:
+                found.published |= _published(dataset, shard)
             continue
         files = ShardFiles(dataset, shard)
         hashes = read_input(files).hashes()
@@ -104,12 +109,19 @@ def census(spec: RunSpec, dataset: Path) -> Census:
     return found
 
 
-def check(spec: RunSpec, dataset: Path, meaning: DatasetSemantics, *, deep: bool) -> VerifyReport:
+def _published(dataset: Path, shard: int) -> dict[int, Published]:
+    files = ShardFiles(dataset, shard)
+    hashes = read_input(files).hashes()
+    lines = newest(read_lines(files.manifest, Published)[0])
+    return {row: line for row, line in lines.items() if not standing(dataset, line, hashes.get(row))}
+
+
+def check(spec: RunSpec, dataset: Path, meaning: DatasetSemantics, *, deep: bool, whole: bool = False) -> VerifyReport:
     """Look at everything; problems of files first, then one line each for what is missing and what failed."""
-    found = census(spec, dataset)
+    found = census(spec, dataset, whole=whole)
     form = formats.direct(meaning.formats)
     shape = formats.Shape(meaning.planes, meaning.hidden_size, meaning.dtype)
-    problems = [*found.wrong, *_strays(spec, dataset, form, meaning, found)]
+    problems = [*found.wrong, *_strays(spec, dataset, form, meaning, found), *_lost_shards(spec, dataset, found)]
     lines = [found.published[row] for row in sorted(found.published)]
     progress = Progress("verify", len(lines))
     tokens = size = 0
@@ -122,7 +134,7 @@ def check(spec: RunSpec, dataset: Path, meaning: DatasetSemantics, *, deep: bool
             progress.update(done, tokens=tokens, bytes=size)
     chosen = proof.seeded(lines, spec.data.proof_samples, meaning.dataset_id)
     _, unproved = proof.prove_published(spec.model.path, dataset, meaning, chosen)
-    problems += unproved
+    problems += [f"row {row}: {why}" for row, why in unproved.items()]
     named = problems[: _NAMED - 2]
     if len(problems) > len(named):
         named[-1] = f"{named[-1]} (and {len(problems) - len(named)} more)"
@@ -183,6 +195,14 @@ def _strays(
     for path in sorted(folder.rglob("*")) if folder.is_dir() else []:
         if path.is_file() and path not in kept:
             yield f"{path.relative_to(dataset)} is in no manifest"
+
+
+def _lost_shards(spec: RunSpec, dataset: Path, found: Census) -> Iterator[str]:
+    """The plan knows how many samples there are: a shard whose folder is gone is no smaller data set."""
+    plan = state.read_document(PlanResult, dataset / "plan.json")
+    known = len(found.published) + len(found.missing) + len(found.failed)
+    if plan is not None and not spec.data.shards and known < plan.valid:
+        yield f"the plan has {plan.valid} samples, the shards' folders hold {known}: plan again"
 
 
 def _some(rows: list[int]) -> str:

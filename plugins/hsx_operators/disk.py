@@ -124,4 +124,9 @@ class CleanupOldStatesOperator(HostVerbOperator):
         for path, why in document.refused.items():
             self.log.warning("kept %s: %s", path, why)
         self.log.info("freed %s", human_bytes(document.freed_bytes))
+        if document.refused:  # the space that was counted on is not there: better now than in mid-extraction
+            kept = "; ".join(f"{path}: {why}" for path, why in document.refused.items())
+            raise HostRefused(
+                "cleanup", c.ErrorDoc("refused", f"not all went: {kept}", "old_states", "", "trigger again")
+            )
         return c.to_dict(document)

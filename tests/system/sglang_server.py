@@ -23,6 +23,7 @@ PATCHES = Path(__file__).resolve().parents[2] / "include" / "patches"
 CPU, CAPTURE = PATCHES / "hsx_cpu", PATCHES / "hsx_capture"
 FLAGS = [
     "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph",
+    "--sleep-on-idle",  # an idle scheduler else spins on a core that the other tests need
     "--max-total-tokens", "16384", "--context-length", "2048", "--random-seed", "0",
 ]  # fmt: skip
 CHUNK = 256

@@ -79,7 +79,12 @@ def test_what_looks_like_old_states(spec: c.RunSpec, tmp_path: Path) -> None:
     for name, file in names.items():
         old_set(root, name, file)
     (root / "ours" / "dataset.json").write_text("{}")
-    for name, file in (("models", "model.safetensors"), ("code", "src/data_0.pt"), ("web", "dataset.json")):
+    for name, file in (
+        ("models", "model.safetensors"),
+        ("code", "src/data_0.pt"),
+        ("web", "dataset.json"),
+        ("training", "epoch=3-step=9000.ckpt"),
+    ):
         old_set(root, name, file)
     (root / "link").symlink_to(root / "v1")
     (root / "data_9.pt").write_text("a file directly in the root")

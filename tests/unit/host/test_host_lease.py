@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +14,9 @@ import pytest
 from host_lifecycle import clean_up, events, make_spec, verb, wait_for, write_spec
 
 from hsx_host import contract as c
-from hsx_host import lease, procid, state
+from hsx_host import guard, lease, procid, release, serve, state
 from hsx_host.borrow import GuardRecord
-from hsx_host.errors import TryAgain
+from hsx_host.errors import Refused, TryAgain
 
 
 @pytest.fixture
@@ -86,3 +88,30 @@ def test_verbs(spec: c.RunSpec, tmp_path: Path) -> None:
     assert verb("release", "--spec", path)["expires"] == 0.0
     assert verb("status", "--spec", path)["lease"] is None
     wait_for(lambda: not procid.alive(procid.ProcId(guard.pid, guard.start)))  # the guard ends after a release
+
+
+def test_a_guard_outlives_a_disk_that_is_full(spec: c.RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever giving back raises, the guard tries again: nobody else would."""
+    granted = lease.acquire(replace(spec, lease_ttl_s=0.01))
+    tries = []
+
+    def give_back(spec: c.RunSpec, grant: c.Lease) -> c.ServerFacts:
+        tries.append(1)
+        if len(tries) < 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return c.ServerFacts("production", True, 1, 1, "", 0.0, "", "")
+
+    monkeypatch.setattr(guard.borrow, "give_back", give_back)
+    monkeypatch.setattr(guard, "_RETRY_S", 0.01)
+    wait_for(lambda: lease.lapsed(granted))
+    assert guard.run(spec, Namespace(since=granted.since)).mode == "production"
+    assert len(tries) == 3
+
+
+def test_a_lease_is_not_released_while_production_is_stopped(spec: c.RunSpec) -> None:
+    lease.acquire(spec)
+    serve.ensure(spec, "stopped")
+    serve.ensure(spec, "production")
+    serve.ensure(spec, "stopped")
+    with pytest.raises(Refused, match="production is not up"):
+        release.run(spec, Namespace())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from hsx_host import contract as c
-from hsx_host import convert, handoff, plan, proof, verify
+from hsx_host import convert, extract, handoff, plan, proof, verify
 from hsx_host.errors import BadInput, Refused, TryAgain
 from hsx_host.manifest import Failed, Ledger, Published, read_lines, rewrite
 from hsx_host.shards import ShardFiles
@@ -234,6 +235,41 @@ def test_handoff_is_the_document_and_names_every_engines_ids(made: tuple[c.RunSp
     assert json.loads((dataset / "v1/sample_lengths.json").read_text()) == {str(i): 5 + i for i in range(10)}
     assert check(spec).ok, "side files are no strays"
     assert handoff.run(spec, Namespace()) == result
+
+
+def test_a_run_of_some_shards_hands_on_all_that_is_published(made: tuple[c.RunSpec, Path]) -> None:
+    spec, dataset = made
+    some = replace(spec, data=replace(spec.data, shards=[1]))
+    assert handoff.run(some, Namespace()).samples == 10
+    assert len(json.loads((dataset / "v1/sample_lengths.json").read_text())) == 10
+
+
+def test_a_shard_whose_folder_is_gone_is_no_smaller_data_set(made: tuple[c.RunSpec, Path]) -> None:
+    spec, dataset = made
+    shutil.rmtree(dataset / "shards/00000")
+    for row in range(4):
+        (dataset / f"v1/data_{row}.pt").unlink()
+    with h.refuses(Refused, "manifest.jsonl", "the plan has 10 samples"):
+        check(spec)
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_no_token_is_proved_by_nothing(tmp_path: Path, value: float) -> None:
+    ours = prover(tmp_path, torch.randn(9, h.HIDDEN), torch.ones(h.HIDDEN))
+    verdict = ours.prove(torch.full((h.HIDDEN,), value).bfloat16(), 3)
+    assert not verdict.ok
+    assert "not finite, or all zero" in verdict.text
+
+
+def test_disproved_samples_count_no_longer(made: tuple[c.RunSpec, Path]) -> None:
+    """The next run must redo them: a shard that failed its proof is not done."""
+    spec, dataset = made
+    republish(dataset, 2, h.states(7, seed=50))
+    with h.refuses(Refused, "shard", "row 2", "next-token proof failed"):
+        extract.run(spec, Namespace(shard=0))
+    result = plan.run(spec, Namespace(dry_run=False))
+    assert (result.todo, [s.id for s in result.shards]) == (1, [0])
+    assert "next-token proof" in read_lines(ShardFiles(dataset, 0).failures, Failed)[0][0].reason
 
 
 def test_layer_ids_are_the_reference_table() -> None:

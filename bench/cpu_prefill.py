@@ -52,7 +52,7 @@ def main() -> int:
                     print(json.dumps({"round": n, "kind": kind, "tok_s": round(rate, 1)}), flush=True)
         finally:
             run_verb(stack, spec, "serve", "stopped")
-            run_verb(stack, spec, "release")
+            run_verb(stack, spec, "release", "--abandon")
             end_marked(TOKEN, stack.token)
     plain, ours = (statistics.median(rates[k]) for k in ("plain", "extraction"))
     print("| samples | tokens | plain tok/s | extraction tok/s | ratio |\n|---|---|---|---|---|")

@@ -134,7 +134,7 @@ class Bench:
         if self.plain is not None:
             self.plain.terminate()
         self._verb("serve", self.spec("start"), "stopped", check=False)
-        self._verb("release", self.spec("start"), check=False)
+        self._verb("release", self.spec("start"), "--abandon", check=False)
         if self.plain is not None:
             self.plain.wait(60)
         shutil.rmtree(self.args.output / "data", ignore_errors=True)

@@ -64,7 +64,7 @@ def host(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Iterator
         yield host
     finally:
         host.verb("serve", "stopped")
-        host.verb("release")
+        host.verb("release", "--abandon")
 
 
 @pytest.fixture(scope="module")

@@ -95,4 +95,4 @@ def test_the_verb_borrows_probes_and_gives_back(tmp_path: Path, tiny_llama: Path
     finally:
         host.verb("acquire")
         host.verb("serve", "stopped")
-        host.verb("release")
+        host.verb("release", "--abandon")

@@ -68,7 +68,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3: Path) -> Host:
         host.verb("handoff")
     finally:
         host.verb("serve", "stopped")
-        host.verb("release")
+        host.verb("release", "--abandon")
     return host
 
 

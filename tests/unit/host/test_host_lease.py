@@ -114,4 +114,6 @@ def test_a_lease_is_not_released_while_production_is_stopped(spec: c.RunSpec) ->
     serve.ensure(spec, "production")
     serve.ensure(spec, "stopped")
     with pytest.raises(Refused, match="production is not up"):
-        release.run(spec, Namespace())
+        release.run(spec, Namespace(abandon=False))
+    assert release.run(spec, Namespace(abandon=True)).run_id == "run-1"
+    assert lease.read(spec) is None

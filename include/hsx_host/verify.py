@@ -83,20 +83,21 @@ def census(spec: RunSpec, dataset: Path, *, whole: bool = False) -> Census:
     """
     found = Census()
     for shard in shard_ids(dataset):
-        if spec.data.shards and shard not in spec.data.shards:
-            if whole:
-                found.published |= _published(dataset, shard)
+        in_scope = not spec.data.shards or shard in spec.data.shards
+        if not in_scope and not whole:
             continue
         files = ShardFiles(dataset, shard)
         hashes = read_input(files).hashes()
         lines = newest(read_lines(files.manifest, Published)[0])
-        failed = failures(files.failures)
         for row, line in lines.items():
             why = standing(dataset, line, hashes.get(row))
             if not why:
                 found.published[row] = line
-            elif row not in hashes:
+            elif in_scope and row not in hashes:
                 found.wrong.append(f"row {row} is published, but is not in the plan")
+        if not in_scope:
+            continue
+        failed = failures(files.failures)
         for row in hashes:
             if row in found.published:
                 continue
@@ -107,13 +108,6 @@ def census(spec: RunSpec, dataset: Path, *, whole: bool = False) -> Census:
                 if row in lines:
                     found.wrong.append(f"row {row} {standing(dataset, lines[row], hashes[row])}")
     return found
-
-
-def _published(dataset: Path, shard: int) -> dict[int, Published]:
-    files = ShardFiles(dataset, shard)
-    hashes = read_input(files).hashes()
-    lines = newest(read_lines(files.manifest, Published)[0])
-    return {row: line for row, line in lines.items() if not standing(dataset, line, hashes.get(row))}
 
 
 def check(spec: RunSpec, dataset: Path, meaning: DatasetSemantics, *, deep: bool, whole: bool = False) -> VerifyReport:

@@ -6,25 +6,27 @@ another request, or lost its last row: exactly the faults that no other check of
 
 from __future__ import annotations
 
-import json
+import os
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hsx_host import formats
-from hsx_host.errors import BadInput, Refused, TryAgain
+from hsx_host.errors import Refused, TryAgain
 from hsx_host.fingerprint import DatasetSemantics
+from hsx_host.head import Head, rounded, widen
 from hsx_host.manifest import Published
-from hsx_host.model_facts import read_model
 from hsx_host.shards import write_whole
 
 NORM_FILE = "final_norm.safetensors"
-_HEADS = ("lm_head.weight",)
-_EMBEDDINGS = ("embed_tokens.weight",)
-_VOCABULARY_STEP = 8192  # rows of lm_head that are widened to float32 at once: 235 MB at 7168
+_BLOCK_BYTES = 16 << 20  # of the head as it is stored; its float32 copies are four times as much
 _PLAIN_NORMS = ("RMSNorm", "LlamaRMSNorm", "Qwen3RMSNorm")
+_STORED = {"bfloat16": "BF16", "float16": "F16"}
 
 
 @dataclass(frozen=True)
@@ -37,42 +39,43 @@ class Verdict:
 
 
 class NextToken:
-    """Proves samples of one data set. Holds the norm's weight and a memory map of the head, nothing else."""
+    """Proves samples of one data set, without torch. Holds the norm's weight; the head is read block by block."""
 
     def __init__(self, model_path: str, norm_file: Path, dtype: str = "bfloat16") -> None:
-        import torch
-        from safetensors import safe_open
+        from safetensors import deserialize
 
         try:
-            with safe_open(str(norm_file), framework="pt") as f:
-                self._weight = f.get_tensor("weight").float()
-                self._eps = float(f.get_tensor("eps")[0])
+            kept = dict(deserialize(norm_file.read_bytes()))
+            self._weight = widen(kept["weight"]["data"], kept["weight"]["dtype"])
+            self._eps = np.float32(np.frombuffer(kept["eps"]["data"], "<f8")[0])
         except Exception as e:
             raise TryAgain(f"the final norm can't be read: {e}", field=NORM_FILE, value=norm_file) from None
-        self._dtype = getattr(torch, dtype)
-        file, self._name = find_head(Path(model_path))
-        self._file = safe_open(str(file), framework="pt")
-        self._head = self._file.get_slice(self._name)
-        kind = self._head.get_dtype()
-        if kind not in ("BF16", "F16", "F32"):
-            raise Refused(
-                f"the head is stored as {kind}: the next token can't be recomputed", field="model.path", value=file
-            )
+        self._dtype = dtype
+        self.head = Head(Path(model_path))
 
     def normed(self, final: Any) -> Any:
+        """RMSNorm of a torch tensor [..., H], before the norm, rounded to the model's dtype (see ``norm_rows``)."""
+        import torch
+
+        return torch.from_numpy(self.norm_rows(final.float().numpy())).to(getattr(torch, self._dtype))
+
+    def norm_rows(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
         """RMSNorm in float32, rounded to the model's dtype: x / sqrt(mean(x^2) + eps) * weight.
 
         Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), formula 4 with eps under the root, as
         Llama's models and SGLang's ``RMSNorm.forward_native`` have it.
 
-        :param final: [..., H], before the norm.
+        :param x: float32 [..., H], before the norm.
         """
-        x = final.float()
-        scale = (x.pow(2).mean(-1, keepdim=True) + self._eps).rsqrt()
-        return (x * scale * self._weight).to(self._dtype)
+        scale = 1 / np.sqrt(np.square(x).mean(-1, keepdims=True, dtype=np.float32) + self._eps)
+        return rounded(x * scale * self._weight, self._dtype)
 
     def prove(self, last: Any, token: int) -> Verdict:
-        """Whether ``token`` is the argmax of head times norm of the last row, or tied with it in bf16.
+        """``prove_rows`` of one row: a torch tensor [H], the final hidden state of the last token, before the norm."""
+        return self.prove_rows(last.float().numpy()[None], [token])[0]
+
+    def prove_rows(self, last: NDArray[np.float32], tokens: Sequence[int]) -> list[Verdict]:
+        """Whether each token is the argmax of head times norm of its row, or tied with it in bf16.
 
         Two logits count as tied where they differ by at most
 
@@ -82,53 +85,41 @@ class NextToken:
         the normed row were each rounded to bf16 (at most 2^-9 of an element, and the server's kernel may norm before it
         rounds); such errors are independent, so they add as a root of squares; 4 is about five standard deviations.
 
-        :param last: [H], the final hidden state of the last token, before the norm.
+        :param last: float32 [k, H], the final hidden states of k samples' last tokens, before the norm. The head is
+            read once for all of them.
         """
-        import torch
+        vocabulary = self.head.shape[0]
+        sound = np.isfinite(last).all(-1) & last.any(-1)
+        h = self.norm_rows(np.where(sound[:, None], last, np.float32(1)))
+        best = np.full(len(last), -np.inf, np.float32)
+        top = np.zeros(len(last), np.int64)
+        step = max(1, _BLOCK_BYTES // self.head.row_bytes)
+        for at in range(0, vocabulary, step) if sound.any() else ():
+            logits = self.head.rows(at, min(at + step, vocabulary)) @ h.T
+            i = logits.argmax(0)
+            here = logits[i, np.arange(len(last))]
+            top, best = np.where(here > best, at + i, top), np.maximum(here, best)
+        verdicts = []
+        for k, token in enumerate(tokens):
+            if not sound[k]:
+                verdicts.append(Verdict(False, False, "the final hidden state is not finite, or all zero"))
+            elif not 0 <= token < vocabulary:
+                text = f"the server gave token {token}, the head has {vocabulary} rows"
+                verdicts.append(Verdict(False, False, text))
+            elif int(top[k]) == token:
+                verdicts.append(Verdict(True, True, f"next token {token}"))
+            else:
+                verdicts.append(self._tie(h[k], token, int(top[k]), float(best[k])))
+        return verdicts
 
-        if not bool(last.isfinite().all()) or not bool(last.any()):
-            return Verdict(False, False, "the final hidden state is not finite, or all zero")
-        h = self.normed(last).float()
-        vocabulary = self._head.get_shape()[0]
-        if not 0 <= token < vocabulary:
-            return Verdict(False, False, f"the server gave token {token}, the head has {vocabulary} rows")
-        best, top, row_top = float("-inf"), -1, None
-        for at in range(0, vocabulary, _VOCABULARY_STEP):
-            rows = self._head[at : at + _VOCABULARY_STEP].float()
-            logits = rows @ h
-            i = int(logits.argmax())
-            if float(logits[i]) > best:
-                best, top, row_top = float(logits[i]), at + i, rows[i].clone()
-        if top == token:
-            return Verdict(True, True, f"next token {token}")
-        row = self._head[token : token + 1][0].float()
+    def _tie(self, h: NDArray[np.float32], token: int, top: int, best: float) -> Verdict:
+        row, row_top = self.head.rows(token, token + 1)[0], self.head.rows(top, top + 1)[0]
         logit = float(row @ h)
-        spread = float(torch.linalg.vector_norm((row_top - row) * h))
-        tie = 2**-8 * max(abs(best), abs(logit)) + 4 * 2**-9 * spread
+        tie = 2**-8 * max(abs(best), abs(logit)) + 4 * 2**-9 * float(np.linalg.norm((row_top - row) * h))
         numbers = f"{best:.4f} against {logit:.4f}, a tie reaches {tie:.4f}"
         if best - logit <= tie:
             return Verdict(True, False, f"next token {token} tied with {top} ({numbers})")
         return Verdict(False, False, f"head(norm(final)) gives token {top}, the server gave {token} ({numbers})")
-
-
-def find_head(model: Path) -> tuple[Path, str]:
-    """File and tensor name of lm_head, or of the embedding that it is tied to. Reads headers and the index only."""
-    from safetensors import safe_open
-
-    index = model / "model.safetensors.index.json"
-    names: dict[str, Path] = {}
-    if index.exists():
-        names = {name: model / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    else:
-        for file in sorted(model.glob("*.safetensors")):
-            with safe_open(str(file), framework="pt") as f:
-                names |= dict.fromkeys(f.keys(), file)
-    wanted = _EMBEDDINGS if read_model(model).tie_word_embeddings else _HEADS
-    # a draft or vision part may have a head of its own: the shortest path belongs to the language model
-    found = sorted((n for n in names if n.endswith(wanted)), key=lambda n: (n.count("."), n))
-    if not found:
-        raise BadInput(f"the weights hold no {wanted[0]}", field="model.path", value=model, fix="give the whole model")
-    return names[found[0]], found[0]
 
 
 def keep_norm(spool: Path, norm_class: str, dataset: Path) -> Path:
@@ -168,16 +159,28 @@ def prove_published(
     form = formats.direct(meaning.formats)
     shape = formats.Shape(meaning.planes, meaning.hidden_size, meaning.dtype)
     prover = NextToken(model_path, dataset / NORM_FILE, meaning.dtype)
-    exact, tied = 0, 0
     problems: dict[int, str] = {}
+    rows, whole = [], []
     for line in lines:
         try:
-            verdict = prover.prove(form.load(dataset / line.file, shape)["planes"][-1][-1], line.next_token)
-        except (OSError, ValueError, RuntimeError) as e:
+            rows.append(_last_row(dataset / line.file, line.tokens, form, shape))
+            whole.append(line)
+        except (OSError, ValueError) as e:
             problems[line.index] = f"{line.file} can't be loaded: {e}"
-            continue
+    exact, tied = 0, 0
+    verdicts = prover.prove_rows(np.stack(rows), [line.next_token for line in whole]) if rows else []
+    for line, verdict in zip(whole, verdicts, strict=True):
         exact, tied = exact + verdict.exact, tied + (verdict.ok and not verdict.exact)
         if not verdict.ok:
             problems[line.index] = verdict.text
     ties = f", {tied} within bf16 ties" if tied else ""
     return f"{exact + tied} of {len(lines)} next tokens{ties}", problems
+
+
+def _last_row(path: Path, tokens: int, form: formats.DirectFormat, shape: formats.Shape) -> NDArray[np.float32]:
+    """The final plane's last row, float32 [H]."""
+    offset, length = form.check(path, tokens, shape)[1][shape.planes[-1]]
+    size = length // tokens
+    with path.open("rb") as f:
+        data = os.pread(f.fileno(), size, offset + length - size)
+    return widen(data, _STORED[shape.dtype])

@@ -117,7 +117,7 @@ def publish(spec: c.RunSpec, rows: Iterable[int] | None = None) -> Path:
     norm = {"weight": torch.ones(HIDDEN).bfloat16(), "eps": torch.tensor([1e-5], dtype=torch.float64)}
     save_file(norm, dataset / proof.NORM_FILE)
     prover = proof.NextToken(spec.model.path, dataset / proof.NORM_FILE)
-    head = prover._head[:].float()
+    head = torch.from_numpy(prover.head.rows(0, prover.head.shape[0]))
     for shard in shard_ids(dataset):
         files = ShardFiles(dataset, shard)
         given = read_input(files)

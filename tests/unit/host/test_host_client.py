@@ -152,7 +152,7 @@ def shard(server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> c
     weight = {"weight": torch.ones(h.HIDDEN).bfloat16(), "eps": torch.tensor([1e-5], dtype=torch.float64)}
     save_file(weight, server.spool / proof.NORM_FILE)
     prover = proof.NextToken(spec.model.path, server.spool / proof.NORM_FILE)
-    head = prover._head[:].float()
+    head = torch.from_numpy(prover.head.rows(0, prover.head.shape[0]))
     server.next_token = lambda last: int((head @ prover.normed(last).float()).argmax())
 
     @contextmanager

@@ -42,7 +42,7 @@ class Setting:
         weight = {"weight": torch.randn(h.HIDDEN).exp().bfloat16(), "eps": torch.tensor([1e-5], dtype=torch.float64)}
         save_file(weight, root / "spool" / proof.NORM_FILE)
         prover = proof.NextToken(self.spec.model.path, root / "spool" / proof.NORM_FILE)
-        head = prover._head[:].float()
+        head = torch.from_numpy(prover.head.rows(0, prover.head.shape[0]))
         self.normed = prover.normed
         self.server.next_token = lambda last: int((head @ prover.normed(last).float()).argmax())
 

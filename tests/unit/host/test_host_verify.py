@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from hsx_host import contract as c
 from hsx_host import convert, extract, handoff, plan, proof, verify
 from hsx_host.errors import BadInput, Refused, TryAgain
+from hsx_host.head import find_head
 from hsx_host.manifest import Failed, Ledger, Published, read_lines, rewrite
 from hsx_host.shards import ShardFiles
 
@@ -190,7 +191,7 @@ def test_norm_left_out_or_doubled_fails(tmp_path: Path) -> None:
     torch.manual_seed(1)
     weight = torch.randn(h.HIDDEN).exp()
     ours = prover(tmp_path, torch.randn(3000, h.HIDDEN), weight)
-    head = ours._head[:].float()
+    head = torch.from_numpy(ours.head.rows(0, ours.head.shape[0]))
     failed = 0
     for _ in range(20):
         before = (5 * torch.randn(h.HIDDEN)).bfloat16()
@@ -202,15 +203,16 @@ def test_norm_left_out_or_doubled_fails(tmp_path: Path) -> None:
 
 def test_head_by_index_tied_and_missing(tmp_path: Path) -> None:
     tied = prover(tmp_path / "a", torch.randn(9, h.HIDDEN), torch.ones(h.HIDDEN), tie_word_embeddings=True)
-    assert tied._name == "model.embed_tokens.weight"
+    assert tied.head.shape == (9, h.HIDDEN)
+    assert find_head(tmp_path / "a/m")[1] == "model.embed_tokens.weight"
     folder = h.make_model(tmp_path / "b")
     (folder / "model.safetensors").rename(folder / "model-00002-of-00002.safetensors")
     names = {"x.weight": "model-00001-of-00002.safetensors", "language_model.lm_head.weight": "b.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    assert proof.find_head(folder) == (folder / "b.safetensors", "language_model.lm_head.weight")
+    assert find_head(folder) == (folder / "b.safetensors", "language_model.lm_head.weight")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "y"}}))
     with h.refuses(BadInput, "model.path", "lm_head.weight"):
-        proof.find_head(folder)
+        find_head(folder)
 
 
 def test_another_norm_is_refused(tmp_path: Path) -> None:

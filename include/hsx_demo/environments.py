@@ -1,6 +1,6 @@
-"""The two Python environments of this repository: Airflow, and SGLang on the CPU.
+"""The Python environments of this repository: Airflow, SGLang on the CPU, and older SGLangs for the test matrix.
 
-    python include/hsx_demo/environments.py airflow|host     makes it where missing, prints its python
+    python include/hsx_demo/environments.py NAME...     makes each where missing, prints its python
 
 They lie under ``${HSX_CACHE:-~/.cache/hsx}/envs/<name>-<12 hex digits>``, keyed by their lock files and the Python that
 makes them, so that clones share them and a change of a lock makes a new one. Stdlib only: this runs before
@@ -55,6 +55,17 @@ ENVIRONMENTS = {
         9.0,
     ),
 }
+# Older SGLang versions, for `make test-matrix`; "host" has the newest.
+OLDER_SGLANG = ("0.5.14", "0.5.17")
+ENVIRONMENTS |= {
+    f"host-{version}": Environment(
+        f"host-{version}",
+        (f"tests/matrix/requirements-sglang-{version}.txt", "requirements-dev.txt"),
+        ENVIRONMENTS["host"].imports,
+        9.0,
+    )
+    for version in OLDER_SGLANG
+}
 
 
 def cache_root() -> Path:
@@ -74,7 +85,7 @@ def ensure(name: str, *, say: bool = True) -> Path:
     if (folder / COMPLETE).exists():
         return python
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(folder.with_suffix(".lock"), say=say):
+    with _lock(folder.with_name(f"{folder.name}.lock"), say=say):
         if not (folder / COMPLETE).exists():
             # a folder without its mark is what a killed run left: a venv can't be renamed, so the mark comes last
             shutil.rmtree(folder, ignore_errors=True)
@@ -94,7 +105,7 @@ def key(environment: Environment) -> str:
 
 
 def _make(environment: Environment, folder: Path, *, say: bool) -> None:
-    began, log = time.monotonic(), folder.with_suffix(".log")
+    began, log = time.monotonic(), folder.with_name(f"{folder.name}.log")
     if say:
         print(f"hsx: making the {environment.name} environment in {folder} (log: {log})", file=sys.stderr, flush=True)
     python = str(folder / "bin" / "python")

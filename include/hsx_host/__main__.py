@@ -7,7 +7,9 @@ With another code than 0 the document is an ErrorDoc.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
+import json
 import os
 import signal
 import sys
@@ -18,9 +20,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from hsx_host import verbs
+from hsx_host import guards, jobs, state, verbs
 from hsx_host.contract import ContractError, ErrorDoc, RunSpec, decode, encode
 from hsx_host.errors import AGAIN, BAD_INPUT, BUG, OK, BadInput, HsxError, TryAgain
+
+HOME_VARIABLE = "HSX_HOME"
+BY_HAND = {"status", "restore", "recover", "release"}
+# A call of one of these is a sign of life of its run: the lease is renewed and its guards are looked after.
+RENEWING = set(verbs.VERBS) - {*BY_HAND, "acquire", "heartbeat", "guard", "job"}
 
 EXIT_CODES = """exit codes:
   0   done: stdout holds the result
@@ -90,8 +97,13 @@ def _run(argv: list[str]) -> Any:
     rest, command = _split(rest)
     args = _parser(verb).parse_args(rest)
     args.command = command
+    if args.spec is None:
+        args.spec = last_spec()
     spec = read_spec(args.spec)
     _stop_on_sigterm()
+    if verb in RENEWING and jobs.JOB_VARIABLE not in os.environ:
+        with contextlib.suppress(HsxError, OSError):  # a verb that must hold the lease says so itself
+            guards.renew(spec)
     return verbs.load(verb).run(spec, args)
 
 
@@ -105,9 +117,33 @@ def _parser(verb: str) -> _Parser:
         add_help=False,
     )
     parser.add_argument("-h", "--help", action="store_true", help="print this text")
-    parser.add_argument("--spec", required=True, metavar="PATH", help="the run's frozen RunSpec (JSON)")
+    own = verb in BY_HAND
+    text = "the run's frozen RunSpec (JSON)" + ("; default: that of the run that had the host last" if own else "")
+    parser.add_argument("--spec", required=not own, metavar="PATH", help=text)
     module.add_arguments(parser)
     return parser
+
+
+def last_spec() -> str:
+    """The spec that a person's command goes by: of the run that holds the host, else of the last one that did."""
+    home = os.environ.get(HOME_VARIABLE, "")
+    program = Path(__file__).resolve().parents[1]
+    if not home and program.parent.name == "bundles":
+        home = str(program.parents[1])
+    if not home:
+        raise BadInput("no spec was named", field="--spec", fix=f"name one, or set {HOME_VARIABLE} to hsx's home")
+    kept = Path(home, "state", "spec.json")
+    try:
+        run_id = json.loads(Path(home, "state", "lease.json").read_bytes())["run_id"]
+        held = Path(home, "runs", state.run_key(run_id), "spec.json")
+        kept = held if held.is_file() else kept
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass  # nobody has the host, or its lease can't be read: the last one will do
+    if not kept.is_file():
+        raise BadInput(
+            "no run has had this host yet", field="--spec", value=kept, fix="name a spec: a file of <home>/specs"
+        )
+    return str(kept)
 
 
 def read_spec(path: str) -> RunSpec:

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hsx_host import jobs, lease, patch, procid, serve, state
-from hsx_host.contract import Lease, RunSpec, ServerFacts, encode
-from hsx_host.errors import HsxError
+from hsx_host import guards, jobs, lease, patch, procid, serve, state
+from hsx_host.contract import Lease, RunSpec, ServerFacts
+from hsx_host.errors import HsxError, TryAgain
 from hsx_host.procid import ProcId
 from hsx_host.progress import log
 
@@ -31,26 +30,26 @@ class Borrowers:
     steps: list[list[int]]
 
 
-@dataclass(frozen=True)
-class GuardRecord:
-    """``state/guard.json``: the guard of the lease granted at ``since``."""
-
-    run_id: str
-    since: float
-    pid: int
-    start: int
-    boot_id: str
-
-
 def acquire(spec: RunSpec, *, by_step: bool) -> Lease:
-    """Take the lease for the spec's run and see to it that its guard lives.
+    """Take the lease for the spec's run, with its guard. TryAgain while another run holds it, or while production has
+    not come back from a run whose lease has lapsed: what brings it back is started where nobody does.
 
     :param by_step: a step borrows the host for itself; otherwise the run's setup does, and its teardown gives it back.
     """
-    granted = lease.acquire(spec)
-    if not by_step:
-        _borrowers_path(spec).unlink(missing_ok=True)
-    _start_guard(spec, granted)
+    if by_step:
+        return guards.acquire(spec)
+    old = lease.read(spec)
+    if old is not None and lease.lapsed(old) and serve.mode_now(spec) not in ("production", "unknown"):
+        guards.watch(spec)
+        why = "the host was booted since" if lease.rebooted(old) else f"its lease lapsed at {state.utc(old.expires)}"
+        raise TryAgain(
+            f"production is being brought back after run {old.run_id} ({why})",
+            field="lease",
+            value=old.run_id,
+            fix="wait until it serves; status says what is in the way",
+        )
+    granted = guards.acquire(spec)
+    _borrowers_path(spec).unlink(missing_ok=True)
     return granted
 
 
@@ -95,8 +94,11 @@ def _give_back_or_let_lapse(spec: RunSpec) -> None:
 
 
 def give_back(spec: RunSpec, grant: Lease | None = None) -> ServerFacts:
-    """Production up, plugin reverted, lease released (of ``grant`` only, where one is named)."""
-    facts = serve.ensure(spec, "production")
+    """Production up, plugin reverted, lease released: the one way back, of teardown, step, guard and recovery.
+
+    :param grant: a guard's or a recovery's: only this grant is ended, and only after it has lapsed.
+    """
+    facts = serve.ensure(spec, "production", grant=grant)
     with state.transition(spec, wait_s=spec.production.start_timeout_s):
         current = state.read_server(spec)
         if current is not None and current.mode == "production":  # a new run may be at work already
@@ -137,17 +139,15 @@ def _leave(spec: RunSpec) -> bool:
 
 @contextmanager
 def _own_heartbeat(spec: RunSpec) -> Iterator[None]:
-    """Renew the lease while the block lasts, in a verb that a person runs; in a job only polls do, so that a run whose
-    Airflow is gone lapses."""
-    if jobs.JOB_VARIABLE in os.environ:
-        yield
-        return
+    """Renew the lease and watch its guards while the block lasts. In a job only polls renew it, so that a run whose
+    Airflow is gone lapses; the job watches the guards, so that one is there then."""
+    keep = guards.watch if jobs.JOB_VARIABLE in os.environ else guards.renew
     end = threading.Event()
 
     def beat() -> None:
-        while not end.wait(max(spec.lease_ttl_s / 3, 0.05)):
+        while not end.wait(min(max(spec.lease_ttl_s / 3, 0.05), 10.0)):
             with contextlib.suppress(HsxError, OSError):
-                lease.renew(spec)
+                keep(spec)
 
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
@@ -156,26 +156,6 @@ def _own_heartbeat(spec: RunSpec) -> Iterator[None]:
     finally:
         end.set()
         thread.join()
-
-
-def _start_guard(spec: RunSpec, granted: Lease) -> None:
-    path = state.folder(spec, "state") / "guard.json"
-    with state.locked(state.folder(spec, "state") / "guard.lock", wait_s=30.0, what="the start of the guard"):
-        guard = state.read_document(GuardRecord, path)
-        if (
-            guard is not None
-            and (guard.run_id, guard.since, guard.boot_id) == (granted.run_id, granted.since, procid.boot_id())
-            and procid.alive(ProcId(guard.pid, guard.start))
-        ):
-            return
-        where = state.run_dir(spec)
-        spec_file = where / "guard-spec.json"
-        state.write_text(spec_file, encode(spec) + "\n")
-        argv = [sys.executable, "-m", "hsx_host", "guard", "--spec", str(spec_file), "--since", repr(granted.since)]
-        pid = jobs.detach(argv, log=where / "guard.log", cwd=state.home(spec))
-        me = procid.identify(pid)
-        if me is not None:
-            state.write_document(path, GuardRecord(granted.run_id, granted.since, me.pid, me.start, procid.boot_id()))
 
 
 def _borrowers_path(spec: RunSpec) -> Path:

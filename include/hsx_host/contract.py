@@ -238,12 +238,17 @@ class BenchmarkResult:
 
 @dataclass(frozen=True)
 class Lease:
-    """Who holds the host. Times are unix seconds."""
+    """Who holds the host. ``since`` and ``expires`` are unix seconds, for people.
+
+    What decides is ``until``, on the monotonic clock of the boot ``boot_id``: no clock change moves it, and a lease of
+    an earlier boot has lapsed.
+    """
 
     run_id: str
     since: float
     expires: float
     boot_id: str = ""
+    until: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -258,6 +263,28 @@ class ServerFacts:
     ready_s: float
     plugin_id: str
     log: str
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    """How the host was given back. ``action``: restored, guarded (a run still holds it; its guards live), nothing.
+
+    ``changed``: production was down and was started. ``problems``: in what production is not as it was, or what could
+    not be proved; empty where all is well. ``files_checked`` counts files of the installed SGLang, 0 where not asked.
+    """
+
+    action: str
+    text: str
+    mode: str
+    changed: bool
+    pid: int
+    port: int
+    ready_s: float
+    log: str
+    sglang: str
+    files_checked: int
+    pristine: bool
+    problems: list[str]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """What it does
-  The dead man's switch, started detached by acquire. It reads the lease every two seconds. When the lease lapses
-  (nobody renewed it: Airflow died, the network went, the run was killed), it brings production back, reverts the plugin
-  and releases the lease. It ends when the lease is released or another run has it.
+  The dead man's switch, started detached by acquire, two of them. Each reads the lease every two seconds and starts the
+  other again where it is gone. When the lease lapses (nobody renewed it: Airflow died, the network went, the run was
+  killed, the host was booted), it gives the host back as the teardown does: production up, plugin reverted, lease
+  released; it tries until that has succeeded. It ends when the lease is released or another run has it.
 Result: ServerFacts of production, or of what stands where there was nothing to do.
 Example
   python -m hsx_host guard --spec S --since 1790000000.5
@@ -9,11 +10,10 @@ Example
 
 from __future__ import annotations
 
-import contextlib
 import time
 from argparse import ArgumentParser, Namespace
 
-from hsx_host import borrow, lease, state
+from hsx_host import borrow, guards, lease, serve, state
 from hsx_host.contract import Lease, RunSpec, ServerFacts
 from hsx_host.progress import log
 
@@ -28,33 +28,33 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(spec: RunSpec, args: Namespace) -> ServerFacts:
     mine = Lease(run_id=spec.run_id, since=args.since, expires=0.0)
     every = min(2.0, max(spec.lease_ttl_s / 10, 0.1))
+    settled = False
     while True:
         try:
+            if not settled:
+                lease.settle(spec)
+                settled = True
             now = lease.read(spec)
-            if now is None or not lease.same_grant(now, mine):
-                log("the lease is given up: nothing to guard")
-                return _nothing(spec)
-            if not lease.lapsed(now):
-                time.sleep(every)
-                continue
-            _note(spec, "lease lapsed: the guard gives the host back", lapsed_at=now.expires)
-            return borrow.give_back(spec, mine)
+            if lease.same_grant(now, mine):
+                _watch_twin(spec)
+                if now is not None and not lease.lapsed(now):
+                    time.sleep(every)
+                    continue
+                return borrow.give_back(spec, mine)
+            if now is None and serve.mode_now(spec) == "extraction":
+                state.journal(spec, "guard: the lease is gone, the extraction server is not")
+                return borrow.give_back(spec, mine)
+            log("the lease is given up: nothing to guard")
+            return serve.recorded_facts(spec)
         except Exception as e:  # whatever it is (a full disk, say), nobody else would bring production back
             log(f"production is not back yet: {type(e).__name__}: {e}")
-            _note(spec, "guard: production is not back yet", why=str(e)[:500])
+            state.journal(spec, "guard: production is not back yet", why=str(e)[:500])
             time.sleep(min(_RETRY_S, every * 10))
 
 
-def _note(spec: RunSpec, event: str, **facts: object) -> None:
-    """A line in the journal where there is room for it."""
-    with contextlib.suppress(OSError):
-        state.journal(spec, event, **facts)
-
-
-def _nothing(spec: RunSpec) -> ServerFacts:
-    server = state.read_server(spec)
-    if server is None:
-        return ServerFacts("unknown", False, 0, spec.production.port, "", 0.0, "", "")
-    return ServerFacts(
-        server.mode, False, server.pid, server.port, server.launch_hash, server.ready_s, server.plugin_id, server.log
-    )
+def _watch_twin(spec: RunSpec) -> None:
+    """Start the other guard where it is gone; a disk that has no room for that must not keep this one from its work."""
+    try:
+        guards.watch(spec)
+    except Exception as e:
+        log(f"the other guard can't be started: {e}")

@@ -16,7 +16,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from hsx_host import jobs, lease, verbs
+from hsx_host import guards, jobs, verbs
 from hsx_host.contract import JobStatus, RunSpec
 from hsx_host.errors import BadInput
 
@@ -33,7 +33,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(spec: RunSpec, args: Namespace) -> JobStatus:
     if args.action == "poll":
-        lease.renew(spec)
+        guards.renew(spec)
         return jobs.poll(spec, args.id, args.offset)
     if args.action == "kill":
         return jobs.kill(spec, args.id, args.grace)
@@ -44,5 +44,5 @@ def run(spec: RunSpec, args: Namespace) -> JobStatus:
         )
     if "--spec" not in command:
         command += ["--spec", str(Path(args.spec).resolve())]  # the job runs in the home
-    lease.renew(spec)
+    guards.renew(spec)
     return jobs.start(spec, args.id, command, again=args.again)

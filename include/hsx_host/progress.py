@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -10,9 +11,10 @@ INTERVAL_S = 1.0
 
 
 def log(text: str) -> None:
-    """One plain line for a person, with the UTC time of day."""
-    sys.stderr.write(f"{time.strftime('%H:%M:%S', time.gmtime())} {text}\n")
-    sys.stderr.flush()
+    """One plain line for a person, with the UTC time of day. A log file on a full disk loses it, and nothing else."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{time.strftime('%H:%M:%S', time.gmtime())} {text}\n")
+        sys.stderr.flush()
 
 
 class Progress:

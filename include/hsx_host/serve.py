@@ -16,8 +16,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from hsx_host import adopt, capture_server, health, launch, lease, patch, processes, procid, servers, state
-from hsx_host.contract import RunSpec, ServerFacts
+from hsx_host import adopt, capture_server, guards, health, launch, lease, patch, processes, procid, servers, state
+from hsx_host.contract import Lease, RunSpec, ServerFacts
 from hsx_host.errors import BadInput, Refused, TryAgain
 from hsx_host.procid import ProcId
 from hsx_host.progress import log
@@ -36,12 +36,18 @@ def run(spec: RunSpec, args: Namespace) -> ServerFacts:
     return ensure(spec, args.mode)
 
 
-def ensure(spec: RunSpec, mode: str) -> ServerFacts:
-    """Bring the host to ``mode`` from any state, crashed ones too; ``changed`` says whether anything was done."""
+def ensure(spec: RunSpec, mode: str, *, grant: Lease | None = None, by_hand: bool = False) -> ServerFacts:
+    """Bring the host to ``mode`` from any state, crashed ones too; ``changed`` says whether anything was done.
+
+    :param grant: a guard's or a recovery's: production comes back only where this grant has lapsed, and nobody else has
+        the lease by then.
+    :param by_hand: a person takes the host back, whoever holds it.
+    """
     check_settings(spec, mode)
     wait_s = spec.production.start_timeout_s + spec.extraction.start_timeout_s
-    with state.transition(spec, wait_s=wait_s):
-        _check_lease(spec, mode)
+    with state.transition(spec, wait_s=wait_s, goal=mode):
+        if not by_hand:
+            _check_lease(spec, mode, grant)
         server = known(spec)
         if mode == "stopped":
             return _stopped(spec, server)
@@ -78,6 +84,23 @@ def extraction_spool(spec: RunSpec) -> Path:
     ):
         raise TryAgain("no extraction server runs", field="mode", fix="serve extraction first")
     return Path(server.spool)
+
+
+def mode_now(spec: RunSpec) -> str:
+    """The mode of the recorded server if it lives, ``stopped`` if it does not, ``unknown`` where none is recorded."""
+    server = state.read_server(spec)
+    if server is None:
+        return "unknown"
+    here = server.phase != "stopped" and server.boot_id == procid.boot_id()
+    return server.mode if here and procid.alive(ProcId(server.pid, server.start)) else "stopped"
+
+
+def recorded_facts(spec: RunSpec) -> ServerFacts:
+    """What the record says, whether or not that server lives."""
+    server = state.read_server(spec)
+    if server is None:
+        return ServerFacts("unknown", False, 0, spec.production.port, "", 0.0, "", "")
+    return facts(server, changed=False)
 
 
 def check_settings(spec: RunSpec, mode: str) -> None:
@@ -191,18 +214,22 @@ def _finish(spec: RunSpec, server: ServerState) -> ServerState:
         raise
 
 
-def _check_lease(spec: RunSpec, mode: str) -> None:
+def _check_lease(spec: RunSpec, mode: str, grant: Lease | None) -> None:
     held = lease.read(spec)
     live = held is not None and not lease.lapsed(held)
+    if grant is not None:
+        if held is not None and (live or not lease.same_grant(held, grant)):
+            raise lease.held_by(held)
+        if held is not None:
+            state.journal(spec, "lease lapsed: the guard gives the host back", lapsed_at=held.expires)
+        return
     if held is not None and live and held.run_id != spec.run_id:
         raise lease.held_by(held)
-    if mode != "production" and not live:
-        raise TryAgain(
-            f"this run holds no lease, and {mode} without one would leave nobody to give the host back",
-            field="lease",
-            value=spec.run_id,
-            fix="acquire the host first",
-        )
+    if mode == "production":
+        return
+    if not live or held is None or held.run_id != spec.run_id:
+        raise lease.not_held(spec, f", and {mode} without one would leave nobody to give the host back")
+    guards.require(spec)
 
 
 def _refuse_foreign_production(spec: RunSpec, mode: str, server: ServerState) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -14,8 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hsx_host import procid
 from hsx_host.contract import ContractError, RunSpec, decode, encode
 from hsx_host.errors import BadInput, Refused, TryAgain
+from hsx_host.procid import ProcId
+from hsx_host.progress import log
 
 T = TypeVar("T")
 
@@ -114,6 +119,16 @@ def read_document(cls: type[T], path: Path) -> T | None:
         ) from None
 
 
+def last_spec(spec: RunSpec) -> Path:
+    """The spec of the run that was granted the lease last: what a person's command without ``--spec`` goes by."""
+    return home(spec) / "state" / "spec.json"
+
+
+def utc(seconds: float) -> str:
+    """A unix time for people."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
 def server_path(spec: RunSpec) -> Path:
     return home(spec) / "state" / "server.json"
 
@@ -129,12 +144,21 @@ def write_server(spec: RunSpec, server: ServerState) -> None:
 
 
 def journal(spec: RunSpec, event: str, **facts: object) -> None:
-    """Append one line to ``state/journal.jsonl``: time, run, event, facts."""
+    """Append one line to ``state/journal.jsonl``: time, run, event, facts.
+
+    A disk that takes no line (full, read-only) keeps nobody from bringing production back: it is said on stderr only.
+    """
     line = {"time": round(time.time(), 3), "run_id": spec.run_id, "pid": os.getpid(), "event": event, **facts}
     path = folder(spec, "state") / "journal.jsonl"
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except OSError as e:
+        log(f"not in the journal ({e.strerror}): {json.dumps(line, default=str)}")
+        return
     try:
         os.write(fd, (json.dumps(line, default=str) + "\n").encode())  # one write: lines of two writers don't mix
+    except OSError as e:
+        log(f"not in the journal ({e.strerror}): {json.dumps(line, default=str)}")
     finally:
         os.close(fd)
 
@@ -152,12 +176,13 @@ def journal_tail(spec: RunSpec, lines: int) -> list[str]:
 
 
 @contextmanager
-def locked(path: Path, *, wait_s: float, what: str) -> Iterator[None]:
+def locked(path: Path, *, wait_s: float, what: str, goal: str = "") -> Iterator[None]:
     """Hold a flock; the kernel frees it when the holder dies. TryAgain after ``wait_s`` seconds.
 
     :param what: what the lock guards, for the message.
+    :param goal: what it is held for; stands in the file beside the holder's pid.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    fd = _open_lock(path)
     try:
         deadline = time.monotonic() + wait_s
         while True:
@@ -173,15 +198,69 @@ def locked(path: Path, *, wait_s: float, what: str) -> Iterator[None]:
                         fix="it frees the lock at its end",
                     ) from None
                 time.sleep(0.05)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"pid {os.getpid()}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # a note for people: a full disk may lack the room
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"pid {os.getpid()} {goal}".strip().encode() + b"\n", 0)
         yield
     finally:
         os.close(fd)
 
 
+def _open_lock(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as e:
+        if e.errno != errno.EROFS or not path.exists():
+            raise
+        return os.open(path, os.O_RDONLY)  # a flock needs no write: production comes back on a read-only disk too
+
+
 @contextmanager
-def transition(spec: RunSpec, wait_s: float) -> Iterator[None]:
-    """The one lock of server transitions: whoever starts or stops a server, or changes the plugin, holds it."""
-    with locked(folder(spec, "state") / "lock", wait_s=wait_s, what="a transition of this host"):
+def transition(spec: RunSpec, wait_s: float, goal: str = "") -> Iterator[None]:
+    """The one lock of server transitions: whoever starts or stops a server, or changes the plugin, holds it.
+
+    :param goal: the mode that the host goes to, where a server is started or stopped.
+    """
+    with locked(transition_lock(spec), wait_s=wait_s, what="a transition of this host", goal=goal):
         yield
+
+
+def transition_lock(spec: RunSpec) -> Path:
+    """The file of the transition lock."""
+    return folder(spec, "state") / "lock"
+
+
+def transition_holder(spec: RunSpec) -> tuple[ProcId, str] | None:
+    """The process in a transition now, proved by the lock file that it has open, and its goal; None where none is."""
+    path = transition_lock(spec)
+    try:
+        note = path.read_text(errors="replace").split()
+        proc = procid.identify(int(note[1]))
+        inode = os.stat(path)
+        if proc is None or proc.pid == os.getpid():
+            return None
+        for fd in Path(f"/proc/{proc.pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                seen = os.stat(fd)
+                if (seen.st_dev, seen.st_ino) == (inode.st_dev, inode.st_ino) and not _is_free(path):
+                    return proc, note[2] if len(note) > 2 else ""
+    except (OSError, ValueError, IndexError):
+        pass
+    return None
+
+
+def _is_free(path: Path) -> bool:
+    """Whether nobody holds the lock."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def set_aside(path: Path) -> None:
+    """Rename a document so that it stands in nobody's way and can still be looked at."""
+    os.replace(path, path.with_name(f"{path.name}.broken-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from hsx_host import lease, procid, state
+from hsx_host import guards, lease, procid, state
 from hsx_host.contract import RunSpec, StatusResult
 from hsx_host.procid import ProcId
 
@@ -19,10 +19,13 @@ HELP = "the host's mode, lease and last transitions"
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--health", action="store_true", help="ask the server for a real token")
+    parser.add_argument("--renew", action="store_true", help="renew the lease of the spec's run: for a sensor's polls")
     parser.add_argument("--lines", type=int, default=10, help="journal lines to show")
 
 
 def run(spec: RunSpec, args: Namespace) -> StatusResult:
+    if args.renew:
+        guards.renew(spec)
     server = state.read_server(spec)
     alive = (
         server is not None

@@ -29,6 +29,8 @@ VERBS = {
     "convert": "convert",
     "handoff": "handoff",
     "guard": "guard",
+    "restore": "restore",
+    "recover": "recover",
     "job": "job",
     "status": "status",
 }

@@ -22,8 +22,8 @@ from hsx_operators.triggers import SETTLE_S, HostTrigger
 if TYPE_CHECKING:
     from airflow.sdk.definitions.context import Context
 
-#: Changes nothing on the host; asks the server for one real token.
-STATUS = ["status", "--health", "--lines", "1"]
+#: Asks the server for one real token, and renews the lease of the run.
+STATUS = ["status", "--health", "--renew", "--lines", "1"]
 
 
 def healthy(status: c.StatusResult, mode: str) -> bool:

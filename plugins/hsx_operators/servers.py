@@ -129,26 +129,29 @@ class RestoreProductionOperator(HostVerbOperator):
     Make it the teardown of the tasks that took the host.
     """
 
-    result_type = c.ServerFacts
+    result_type = c.RestoreReport
     default_retries: ClassVar[int] = 6
     default_policy: ClassVar[HostRetryPolicy] = RESTORE_RETRIES
 
     def verb(self, context: Context) -> list[str]:
-        """``serve production``."""
-        return ["serve", "production"]
+        """``restore``: the same way back as the guard's."""
+        return ["restore"]
 
-    def result(self, document: c.ServerFacts, host: dict[str, Any], context: Context) -> Any:
-        """``patch revert``, ``patch verify`` and ``release``, in this order."""
-        spec, timeout = host["spec_path"], self.inline_timeout_s
-        with hook_of(host) as hook:
-            hook.run_verb(c.PatchReport, ["patch", "revert"], spec_path=spec, timeout_s=timeout)
-            report = hook.run_verb(c.PatchReport, ["patch", "verify"], spec_path=spec, timeout_s=timeout)
-            hook.run_verb(c.Lease, ["release"], spec_path=spec)
-        pristine(report)
-        self.log.info(
-            "production is up: pid %d, port %d; SGLang %s as installed", document.pid, document.port, report.sglang
-        )
-        return {**c.to_dict(document), "pristine": report.pristine, "files_checked": report.files_checked}
+    def result(self, document: c.RestoreReport, host: dict[str, Any], context: Context) -> Any:
+        """Tell how production stands. The host is given back by now; what is not as it was makes the task red."""
+        self.log.info("%s; SGLang %s, %d files as installed", document.text, document.sglang, document.files_checked)
+        if document.problems:
+            raise HostRefused(
+                "restore",
+                c.ErrorDoc(
+                    "refused",
+                    "production is up, but not as it was: " + "; ".join(document.problems),
+                    "production",
+                    f"pid {document.pid}, port {document.port}",
+                    "look after it on the host; the lease is released",
+                ),
+            )
+        return c.to_dict(document)
 
 
 def pristine(report: c.PatchReport) -> c.PatchReport:

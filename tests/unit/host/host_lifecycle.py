@@ -17,7 +17,7 @@ from typing import Any
 
 from hsx_host import contract as c
 from hsx_host import launch, lease, procid, serve, state
-from hsx_host.borrow import GuardRecord
+from hsx_host.guards import GuardRecord
 
 FAKES = Path(__file__).parent / "fakes"
 HOST = "127.0.0.1"
@@ -133,17 +133,23 @@ def events(spec: c.RunSpec) -> list[str]:
 
 
 def clean_up(spec: c.RunSpec) -> None:
-    """Stop what a test left: the recorded server, the guard, by their ids."""
+    """Stop what a test left: the recorded server, the guards, by their ids."""
     with suppress(Exception):
-        (state.home(spec) / "state" / "lease.json").unlink(missing_ok=True)
-    guard = state.read_document(GuardRecord, state.home(spec) / "state" / "guard.json")
-    if guard is not None:
-        procid.send(procid.ProcId(guard.pid, guard.start), signal.SIGKILL)
+        lease.path(spec).unlink(missing_ok=True)
+    while living := living_guards(spec):
+        for guard in living:
+            procid.send(guard, signal.SIGKILL)
     server = serve.known(spec)
     if server is not None:
         launch.stop(spec, server, "the test is over")
 
 
+def living_guards(spec: c.RunSpec) -> list[procid.ProcId]:
+    """The guards on record that run."""
+    record = state.read_document(GuardRecord, state.home(spec) / "state" / "guard.json")
+    return [p for p in (procid.ProcId(*pair) for pair in record.processes) if procid.alive(p)] if record else []
+
+
 def live_lease(spec: c.RunSpec) -> c.Lease:
-    """Acquire without a guard, for tests of transitions."""
+    """The lease alone; a transition away from production starts its guard."""
     return lease.acquire(spec)

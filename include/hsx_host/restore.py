@@ -1,0 +1,145 @@
+"""What it does
+  restore          gives the host back as a run's teardown does: production up, plugin reverted, lease released, and
+                   the proof that SGLang's files are untouched. Refused while another run holds the host.
+  restore --now    the same by hand, from any state and whoever holds the host: the lease ends, a start of the
+                   extraction server that is under way is stopped, production comes back. The run that held the host
+                   can't borrow it again (its retries are refused); --hold refuses every run.
+  restore --lift   lends the host again after --now.
+  Without --spec it goes by the run that was granted the host last.
+Result: RestoreReport.
+Example
+  python -m hsx_host restore --now
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+from hsx_host import adopt, borrow, guards, lease, patch, procid, serve, state
+from hsx_host.contract import Lease, RestoreReport, RunSpec, ServerFacts
+from hsx_host.errors import BadInput, HsxError
+from hsx_host.procid import ProcId
+from hsx_host.progress import log
+
+HELP = "give the host back; --now: whatever its state, by hand"
+_UNWIND_S = 30.0
+_DOCUMENTS: dict[str, type[Any]] = {
+    "lease.json": Lease,
+    "hold.json": lease.Hold,
+    "guard.json": guards.GuardRecord,
+    "server.json": state.ServerState,
+    "borrowers.json": borrow.Borrowers,
+    "launch_base.json": adopt.LaunchBase,
+}
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--now", action="store_true", help="whoever holds the host, and whatever its state")
+    parser.add_argument("--hold", action="store_true", help="with --now: no run may borrow the host until --lift")
+    parser.add_argument("--lift", action="store_true", help="lend the host again after --now")
+
+
+def run(spec: RunSpec, args: Namespace) -> RestoreReport:
+    if args.hold and not args.now:
+        raise BadInput("goes with --now only", field="--hold", value="", fix="restore --now --hold")
+    if args.lift:
+        if args.now:
+            raise BadInput("does not go with --now", field="--lift", value="", fix="one after the other")
+        lease.lift(spec)
+        return report("nothing", "the host is lent again", serve.recorded_facts(spec))
+    if args.now:
+        return by_hand(spec, everybody=args.hold)
+    return proved(spec, borrow.give_back(spec))
+
+
+def by_hand(spec: RunSpec, *, everybody: bool) -> RestoreReport:
+    """Production back from any state. Documents of hsx that can't be read are set aside, never trusted."""
+    _set_broken_aside(spec)
+    held = lease.read(spec)
+    lease.hold(spec, held.run_id if held else spec.run_id, everybody=everybody)
+    lease.expire(spec, by_hand=True)
+    guards.watch(spec)  # they finish this, should it be cut off
+    _end_other_transition(spec)
+    facts = serve.ensure(spec, "production", by_hand=True)
+    with state.transition(spec, wait_s=spec.production.start_timeout_s):
+        current = state.read_server(spec)
+        if current is not None and current.mode == "production":
+            patch.revert(spec)
+    if (left := lease.read(spec)) is not None and lease.lapsed(left):
+        lease.release(spec, left)
+    return proved(spec, facts)
+
+
+def _set_broken_aside(spec: RunSpec) -> None:
+    for name, cls in _DOCUMENTS.items():
+        path = state.folder(spec, "state") / name
+        try:
+            state.read_document(cls, path)
+        except HsxError as e:
+            log(f"set aside: {e}")
+            state.set_aside(path)
+            state.journal(spec, "broken document set aside", file=name, why=str(e)[:300])
+
+
+def proved(spec: RunSpec, facts: ServerFacts) -> RestoreReport:
+    """The report about production that is up, with the proof that SGLang's files are as installed."""
+    problems: list[str] = []
+    version, checked, pristine = "", 0, False
+    try:
+        version, checked = patch.check_installed()
+        pristine = True
+    except HsxError as e:
+        problems.append(str(e))
+    text = f"production is up (pid {facts.pid}, port {facts.port})"
+    return report("restored", text, facts, version, checked, pristine, problems)
+
+
+def report(
+    action: str,
+    text: str,
+    facts: ServerFacts,
+    version: str = "",
+    checked: int = 0,
+    pristine: bool = False,
+    problems: list[str] | None = None,
+) -> RestoreReport:
+    """The document about a server."""
+    return RestoreReport(
+        action=action,
+        text=text,
+        mode=facts.mode,
+        changed=facts.changed,
+        pid=facts.pid,
+        port=facts.port,
+        ready_s=facts.ready_s,
+        log=facts.log,
+        sglang=version,
+        files_checked=checked,
+        pristine=pristine,
+        problems=problems or [],
+    )
+
+
+def _end_other_transition(spec: RunSpec) -> None:
+    """Stop the verb that is taking the host away from production right now: SIGTERM, time to unwind, SIGKILL. Only a
+    process that has this home's lock file open is one; one that brings production up is left to it."""
+    holder = state.transition_holder(spec)
+    if holder is None or holder[1] == "production":
+        return
+    proc, goal = holder
+    log(f"pid {proc.pid} is taking the host to {goal or 'another mode'}: it is stopped")
+    state.journal(spec, "transition ended by hand", holder_pid=proc.pid, goal=goal)
+    deadline = time.monotonic() + _UNWIND_S + spec.production.stop_grace_s
+    procid.send(proc, signal.SIGTERM)
+    while procid.alive(proc) and _holds(spec, proc):
+        if time.monotonic() > deadline:
+            procid.send(proc, signal.SIGKILL)
+        time.sleep(0.1)
+
+
+def _holds(spec: RunSpec, proc: ProcId) -> bool:
+    now = state.transition_holder(spec)
+    return now is not None and now[0] == proc

@@ -1,0 +1,265 @@
+"""The dead man's switch under attack: guards killed, reboots, clock jumps, and a host taken back by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from host_lifecycle import (
+    clean_up,
+    events,
+    listens,
+    living_guards,
+    make_spec,
+    verb,
+    wait_for,
+    with_env,
+    write_spec,
+)
+
+from hsx_host import borrow, guards, lease, procid, serve, state
+from hsx_host import contract as c
+from hsx_host.errors import Refused, TryAgain
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Iterator[c.RunSpec]:
+    spec = make_spec(tmp_path)
+    yield spec
+    clean_up(spec)
+
+
+def two_guards(spec: c.RunSpec) -> list[procid.ProcId]:
+    return wait_for(lambda: (g := living_guards(spec)) and len(g) == 2 and g)
+
+
+def kill(*procs: procid.ProcId) -> None:
+    for p in procs:
+        procid.send(p, signal.SIGKILL)
+    wait_for(lambda: not any(procid.alive(p) for p in procs))
+
+
+def is_given_back(spec: c.RunSpec) -> bool:
+    return serve.mode_now(spec) == "production" and lease.read(spec) is None
+
+
+def reboot(spec: c.RunSpec) -> None:
+    """As after a reboot: every process of ours is dead, and the documents are of another boot."""
+    kill(*living_guards(spec))
+    server = state.read_server(spec)
+    if server is not None:
+        kill(*(procid.ProcId(*pair) for pair in server.tree))
+        state.write_server(spec, replace(server, boot_id="of-before"))
+    for name in ("lease.json", "guard.json"):
+        path = state.home(spec) / "state" / name
+        if path.exists():
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"boot_id": "of-before"}))
+
+
+@pytest.fixture
+def borrowed(spec: c.RunSpec) -> c.RunSpec:
+    """Extraction under the run's lease, as its setups leave it."""
+    spec = replace(spec, lease_ttl_s=20.0)
+    serve.ensure(spec, "production")
+    borrow.acquire(spec, by_step=False)
+    serve.ensure(spec, "extraction")
+    return spec
+
+
+def test_each_guard_starts_the_other_again(spec: c.RunSpec) -> None:
+    borrow.acquire(spec, by_step=False)
+    first = two_guards(spec)
+    kill(first[0])
+    second = wait_for(lambda: (g := living_guards(spec)) and len(g) == 2 and first[0] not in g and g)
+    assert first[1] in second
+
+
+def test_a_poll_starts_guards_that_are_gone(spec: c.RunSpec, tmp_path: Path) -> None:
+    borrow.acquire(spec, by_step=False)
+    kill(*two_guards(spec))
+    path = write_spec(spec, tmp_path)
+    verb("job", "poll", "none", "--offset", "0", "--spec", path)
+    assert living_guards(spec)
+    kill(*two_guards(spec))
+    before = lease.read(spec)
+    verb("status", "--renew", "--spec", path)
+    assert living_guards(spec)
+    after = lease.read(spec)
+    assert before is not None
+    assert after is not None
+    assert after.until > before.until
+    verb("status", "--spec", path)
+    assert lease.read(spec) == after  # a look changes nothing
+
+
+def test_production_is_not_stopped_without_a_guard(spec: c.RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    up = serve.ensure(spec, "production")
+    lease.acquire(spec)
+    monkeypatch.setattr(guards.jobs, "detach", lambda *a, **k: 1 << 30)
+    with pytest.raises(TryAgain, match="without one nobody would bring production back"):
+        serve.ensure(spec, "extraction")
+    assert procid.start_ticks(up.pid)
+
+
+def test_a_lease_is_never_written_before_its_guard_runs(spec: c.RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object, **kwargs: object) -> int:
+        raise OSError("no process could be started")
+
+    monkeypatch.setattr(guards.jobs, "detach", broken)
+    with pytest.raises(OSError, match="no process"):
+        borrow.acquire(spec, by_step=False)
+    assert lease.read(spec) is None
+
+
+def test_the_job_of_a_dead_airflow_keeps_a_guard_alive(borrowed: c.RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(guards.jobs.JOB_VARIABLE, "shard-1")
+    with borrow.extraction_server(borrowed):
+        kill(*two_guards(borrowed))
+        wait_for(lambda: living_guards(borrowed))
+    assert not is_given_back(borrowed)
+
+
+def test_a_lapsed_lease_is_not_revived(borrowed: c.RunSpec) -> None:
+    kill(*two_guards(borrowed))
+    lease.expire(borrowed)
+    assert lease.renew(borrowed) is None
+    assert guards.renew(borrowed) is None  # as a late poll: it starts the guards, which give back
+    wait_for(lambda: is_given_back(borrowed))
+    with pytest.raises(TryAgain, match="holds no lease"):
+        serve.ensure(borrowed, "extraction")
+
+
+def test_a_clock_that_jumps_ends_no_lease_and_prolongs_none(
+    borrowed: c.RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    for jump in (86400.0, -86400.0):
+        monkeypatch.setattr(time, "time", lambda jump=jump: now + jump)
+        held = lease.read(borrowed)
+        assert held is not None
+        assert 0 < lease.left_s(held) <= borrowed.lease_ttl_s
+        assert serve.ensure(borrowed, "extraction").changed is False
+        assert lease.renew(borrowed) is not None
+    monkeypatch.setattr(time, "time", lambda: now - 86400.0)
+    lease.expire(borrowed)
+    held = lease.read(borrowed)
+    assert held is not None
+    assert lease.lapsed(held)
+
+
+@pytest.mark.parametrize("how", ["recover", "poll", "acquire"])
+def test_after_a_reboot_production_comes_back(borrowed: c.RunSpec, tmp_path: Path, how: str) -> None:
+    reboot(borrowed)
+    assert not listens(borrowed.production.port)
+    held = lease.read(borrowed)
+    assert held is not None
+    assert lease.lapsed(held)
+    if how == "recover":
+        answer = verb("recover", "--spec", write_spec(replace(borrowed, run_id="another"), tmp_path))
+        assert (answer["action"], answer["mode"], answer["problems"]) == ("restored", "production", [])
+    elif how == "poll":
+        verb("job", "poll", "none", "--spec", write_spec(borrowed, tmp_path))
+    else:
+        other = replace(borrowed, run_id="run-2")
+        refused = verb("acquire", "--spec", write_spec(other, tmp_path), check=75)
+        assert "brought back after run run-1 (the host was booted since)" in refused["message"]
+    wait_for(lambda: is_given_back(borrowed))
+    assert listens(borrowed.production.port)
+    if how == "acquire":
+        assert borrow.acquire(other, by_step=False).run_id == "run-2"
+
+
+def test_recover_leaves_a_held_host_alone(borrowed: c.RunSpec, tmp_path: Path) -> None:
+    kill(*two_guards(borrowed))
+    answer = verb("recover", "--spec", write_spec(borrowed, tmp_path))
+    assert answer["action"] == "guarded"
+    assert living_guards(borrowed)
+    assert serve.mode_now(borrowed) == "extraction"
+
+
+def test_recover_does_nothing_where_nobody_borrowed(spec: c.RunSpec, tmp_path: Path) -> None:
+    path = write_spec(spec, tmp_path)
+    assert verb("recover", "--spec", path)["action"] == "nothing"
+    serve.ensure(spec, "production")
+    borrow.acquire(spec, by_step=False)
+    lease.release(spec)
+    reboot(spec)
+    assert verb("recover", "--spec", path)["action"] == "nothing"  # production after a reboot is its owner's
+    assert not listens(spec.production.port)
+
+
+def test_a_lease_that_was_deleted_by_hand_does_not_strand_the_host(borrowed: c.RunSpec) -> None:
+    lease.path(borrowed).unlink()
+    wait_for(lambda: serve.mode_now(borrowed) == "production")
+    assert "guard: the lease is gone, the extraction server is not" in events(borrowed)
+
+
+def test_an_old_guard_does_not_end_a_new_grant_of_its_run(borrowed: c.RunSpec) -> None:
+    old = lease.read(borrowed)
+    assert old is not None
+    kill(*two_guards(borrowed))
+    lease.expire(borrowed)
+    lease.acquire(borrowed)  # the same run again, while the old guard is on its way
+    with pytest.raises(TryAgain, match="held by run run-1"):
+        borrow.give_back(borrowed, old)
+    assert serve.mode_now(borrowed) == "extraction"
+    assert lease.read(borrowed) is not None
+
+
+def test_by_hand_whatever_the_state(borrowed: c.RunSpec, tmp_path: Path) -> None:
+    """Extraction up, its lease alive, documents broken, and another login's command without a spec."""
+    program = Path(serve.__file__).parents[1]
+    environment = {"HSX_HOME": borrowed.host.home, "PYTHONPATH": str(program)}
+    for name in ("borrowers.json", "guard.json"):
+        (state.home(borrowed) / "state" / name).write_text("{half")
+    done = subprocess.run(
+        [sys.executable, "-m", "hsx_host", "restore", "--now"], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    answer = c.decode(c.RestoreReport, done.stdout)
+    assert (answer.mode, answer.changed, answer.pristine, answer.problems) == ("production", True, True, [])
+    assert is_given_back(borrowed)
+    assert list((state.home(borrowed) / "state").glob("guard.json.broken-*"))
+    with pytest.raises(Refused, match=r"taken back by hand .* run run-1 is refused"):
+        borrow.acquire(borrowed, by_step=False)
+    with pytest.raises(Refused, match="taken back by hand"), borrow.extraction_server(borrowed):
+        raise AssertionError("not reached")
+    other = replace(borrowed, run_id="run-2")
+    assert borrow.acquire(other, by_step=False).run_id == "run-2"
+    lease.release(other)
+    verb("restore", "--lift", "--spec", write_spec(borrowed, tmp_path))
+    assert borrow.acquire(borrowed, by_step=False).run_id == "run-1"
+
+
+def test_by_hand_holds_off_every_run(spec: c.RunSpec, tmp_path: Path) -> None:
+    path = write_spec(spec, tmp_path)
+    verb("restore", "--now", "--hold", "--spec", path)
+    with pytest.raises(Refused, match="every run is refused"):
+        borrow.acquire(replace(spec, run_id="run-9"), by_step=False)
+    assert "--now only" in verb("restore", "--hold", "--spec", path, check=2)["message"]
+
+
+def test_by_hand_in_the_middle_of_a_start(spec: c.RunSpec, tmp_path: Path) -> None:
+    """A start of the extraction server that would take minutes holds the transition: it is ended, not waited for."""
+    serve.ensure(spec, "production")
+    borrow.acquire(spec, by_step=False)
+    slow = with_env(spec, "extraction", FAKE_SILENT="1")
+    starting = subprocess.Popen(
+        [sys.executable, "-m", "hsx_host", "serve", "extraction", "--spec", write_spec(slow, tmp_path)],
+        stdout=subprocess.PIPE,
+        env={**os.environ},
+    )
+    wait_for(lambda: (s := state.read_server(spec)) is not None and (s.mode, s.phase) == ("extraction", "starting"))
+    answer = verb("restore", "--now", "--spec", write_spec(spec, tmp_path, "now.json"))
+    assert answer["mode"] == "production"
+    assert starting.wait(30) == 75
+    assert is_given_back(spec)
+    assert "transition ended by hand" in events(spec)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import socket
 import threading
 import time
+import urllib.parse
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -87,6 +89,8 @@ class Client:
     def __init__(self, engine: Engine, form: DirectFormat, shape: Shape, folder: Path, timeout_s: float) -> None:
         self._engine, self._form, self._shape = engine, form, shape
         self._folder, self._timeout_s = folder, timeout_s
+        parts = urllib.parse.urlsplit(engine.url)
+        self._address = (parts.hostname or "", parts.port or 80)
         self._local = threading.local()
         self._flying: set[str] = set()
         folder.mkdir(parents=True, exist_ok=True)
@@ -230,14 +234,12 @@ class Client:
         while True:
             if not self._engine.alive():
                 _gone(f"its main process is gone ({why})")
-            try:
-                self._session().get(f"{self._engine.url}/health", timeout=5)
-            except requests.ConnectTimeout:
+            try:  # a connection and no request: SGLang's /health would generate a token in a busy server
+                socket.create_connection(self._address, timeout=5).close()
+            except TimeoutError:
                 pass
-            except requests.ConnectionError:
+            except OSError:
                 _gone(f"it takes no connection ({why})")
-            except requests.RequestException:
-                pass
             if time.monotonic() >= end:
                 return
             time.sleep(0.2)

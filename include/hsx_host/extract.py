@@ -3,7 +3,8 @@
 A sample is published by fsync, rename and a synced line in the manifest, in that order, so that a crash
 at any moment loses at most what was in flight. What fails is tried again, then stands in ``failures.jsonl``
 with its reason, and the verb ends with 75: another call does only what is missing. A dead server or a full disk
-ends the verb at once and costs no sample a try.
+ends the verb at once and costs no sample a try; what was in flight at a death is asked for alone the next time, so that
+a sample that kills the server is found (see ``suspects``).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hsx_host import borrow, formats, proof, state
+from hsx_host import borrow, formats, proof, state, suspects
 from hsx_host.client import Captured, Client, NoSpace, SampleFault, ServerGone, live_engine, ready_norm_class
 from hsx_host.contract import PlanResult, RunSpec, ShardSummary
 from hsx_host.dataset import Sample
@@ -59,7 +60,9 @@ class _Work:
     lock: threading.Lock = field(default_factory=threading.Lock)
     stop: threading.Event = field(default_factory=threading.Event)
     ended: queue.SimpleQueue[Exception | None] = field(default_factory=queue.SimpleQueue)  # one entry a thread
+    flying: set[int] = field(default_factory=set)  # positions that the server was asked for and has not answered
     left: int = 0  # samples without a verdict
+    later: int = 0  # those of them that are not this phase's
     tokens: int = 0
     bytes: int = 0
 
@@ -75,17 +78,19 @@ class _Shard:
         self._names = {row: self._form.file_name(row) for row in range(first, first + size)}
         self._published: dict[int, Published] = {}
         self._failed: dict[int, Failed] = {}
+        self._suspects: dict[int, suspects.Suspect] = {}
         self._began = 0.0
 
     def extract(self) -> ShardSummary:
         began = time.monotonic()
         self._began = time.time()
         todo = self._resume()
-        work = _Work(todo=deque(todo), left=len(todo))
-        if todo:
+        asked = self._without_guilty(todo)
+        work = _Work(todo=deque(), left=len(asked))
+        if asked:
             try:
                 with borrow.extraction_server(self._spec):
-                    self._extract(work)
+                    self._extract(work, asked)
             finally:
                 shutil.rmtree(self._files.tmp, ignore_errors=True)
         summary = self._summary(work, len(todo), time.monotonic() - began)
@@ -107,49 +112,103 @@ class _Shard:
         lengths = self._input.offsets[1:] - self._input.offsets[:-1]
         return sorted(todo, key=lambda i: -int(lengths[i]))
 
-    def _extract(self, work: _Work) -> None:
+    def _without_guilty(self, todo: list[int]) -> list[int]:
+        """Samples known to kill the server go to the ledger unasked."""
+        known = suspects.read(self._files.suspects, self._input.hashes())
+        self._suspects = {row: s for row, s in known.items() if row not in self._published}
+        guilty = {row for row, s in self._suspects.items() if s.guilty(self._spec.run_id)}
+        ledger: Ledger[Failed] = Ledger(self._files.failures)
+        for i in todo:
+            if self._row(i) in guilty:
+                self._fail(i, self._suspects[self._row(i)].reason, self._suspects[self._row(i)].deaths, ledger)
+        ledger.close()
+        return [i for i in todo if self._row(i) not in guilty]
+
+    def _row(self, i: int) -> int:
+        return int(self._input.rows[i])
+
+    def _extract(self, work: _Work, todo: list[int]) -> None:
         engine = live_engine(self._spec)
         proof.keep_norm(engine.spool, ready_norm_class(engine.spool), self._dataset)
         client = Client(engine, self._form, self._shape, self._files.tmp, self._spec.data.request_timeout_s)
         published: Ledger[Published] = Ledger(self._files.manifest)
         failed: Ledger[Failed] = Ledger(self._files.failures)
-        count = max(1, min(self._spec.data.concurrency, len(work.todo)))
+        progress = Progress("extract", len(todo))
+        alone = [i for i in todo if self._row(i) in self._suspects]
+        try:
+            if alone:
+                log(f"{len(alone)} samples were in flight when the server died: each is asked for alone first")
+                self._phase(alone, 1, client, work, progress, published, failed)
+            rest = [i for i in todo if self._row(i) not in self._suspects]
+            self._phase(rest, self._spec.data.concurrency, client, work, progress, published, failed)
+            guilty = [s for s in self._suspects.values() if s.guilty(self._spec.run_id)]
+            suspects.write(self._files.suspects, guilty)
+        finally:
+            with work.lock:  # no thread appends any more once this is held: they look at ``stop`` under it
+                work.stop.set()
+                published.close()
+                failed.close()
+
+    def _phase(
+        self,
+        todo: list[int],
+        count: int,
+        client: Client,
+        work: _Work,
+        progress: Progress,
+        published: Ledger[Published],
+        failed: Ledger[Failed],
+    ) -> None:
+        """Samples with at most ``count`` in flight, until each has its verdict."""
+        work.todo, work.later = deque(todo), work.left - len(todo)
         threads = [
             threading.Thread(target=self._worker, args=(client, work, published, failed), daemon=True)
-            for _ in range(count)
+            for _ in range(max(1, min(count, len(todo))))
         ]
         try:
             for thread in threads:
                 thread.start()
-            self._watch(work, len(threads))
-        finally:
+            self._watch(work, len(threads), progress, failed)
+        except BaseException:
             work.stop.set()
+            raise
+        finally:
             if any(t.is_alive() for t in threads):
                 client.abort()
             end = time.monotonic() + _STOP_WAIT_S
             for thread in threads:
                 thread.join(max(0.0, end - time.monotonic()))
-            with work.lock:  # no thread appends any more once this is held: they look at ``stop`` under it
-                published.close()
-                failed.close()
 
-    def _watch(self, work: _Work, threads: int) -> None:
+    def _watch(self, work: _Work, threads: int, progress: Progress, failed: Ledger[Failed]) -> None:
         """Until every thread has ended: tell progress. The first error of a thread that is no sample's ends all."""
-        total = work.left
-        progress = Progress("extract", total)
-        progress.update(0)
         while threads:
+            with work.lock:
+                done, tokens, size = progress.total - work.left, work.tokens, work.bytes
+            progress.update(done, tokens=tokens, bytes=size)
             try:
                 error = work.ended.get(timeout=1)
-                threads -= 1
             except queue.Empty:
-                error = None
-            with work.lock:
-                done, tokens, size = total - work.left, work.tokens, work.bytes
-            progress.update(done, tokens=tokens, bytes=size)
+                continue
+            threads -= 1
             if error is not None:
-                work.stop.set()
+                with work.lock:
+                    work.stop.set()
+                    flying = sorted(work.flying)
+                    if isinstance(error, ServerGone):
+                        self._died(flying, str(error), failed)
                 raise self._translated(error, work)
+        progress.update(progress.total - work.left, tokens=work.tokens, bytes=work.bytes)
+
+    def _died(self, flying: list[int], why: str, failed: Ledger[Failed]) -> None:
+        """Remember what was in flight when the server died; what was alone again goes to the ledger."""
+        rows = [(self._row(i), self._input.hash[i].tobytes()) for i in flying]
+        self._suspects = suspects.died(self._suspects, rows, self._spec.run_id, why)
+        standing = [s for row, s in self._suspects.items() if row not in self._published]
+        suspects.write(self._files.suspects, standing)
+        for i in flying:
+            suspect = self._suspects[self._row(i)]
+            if suspect.guilty(self._spec.run_id):
+                self._fail(i, suspect.reason, suspect.deaths, failed)
 
     def _translated(self, error: Exception, work: _Work) -> Exception:
         left = f"{work.left} samples of shard {self._files.id:05d} are left"
@@ -160,7 +219,8 @@ class _Shard:
                 value=self._spec.extraction.port,
                 fix="read the server's log; run this shard again, it does only what is missing",
             )
-        if isinstance(error, NoSpace):
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if full or isinstance(error, NoSpace):
             needed = sum(
                 self._form.file_bytes(n, self._shape)
                 for row, n in self._input.lengths().items()
@@ -178,9 +238,11 @@ class _Shard:
         try:
             while not work.stop.is_set():
                 with work.lock:
-                    if not work.left:
+                    if work.left == work.later:
                         break
                     i = work.todo.popleft() if work.todo else None
+                    if i is not None:
+                        work.flying.add(i)
                 if i is None:  # others' samples may still come back for another try
                     work.stop.wait(0.05)
                     continue
@@ -195,6 +257,7 @@ class _Shard:
             captured = client.capture(sample)
         except SampleFault as fault:
             with work.lock:
+                work.flying.discard(i)
                 if work.stop.is_set():
                     return  # its request was aborted by us
                 tries = work.tries[i] = work.tries.get(i, 0) + 1
@@ -202,13 +265,20 @@ class _Shard:
                     log(f"row {sample.row}, try {tries} of {self._spec.data.tries}: {fault.reason}")
                     work.todo.append(i)
                     return
-                log(f"row {sample.row} failed after {tries} tries: {fault.reason}")
-                line = Failed(sample.row, len(sample.ids), sample.hash.hex(), fault.reason, tries, time.time())
-                failed.append(line)
-                self._failed[sample.row] = line
+                self._fail(i, fault.reason, tries, failed)
                 work.left -= 1
             return
+        with work.lock:
+            work.flying.discard(i)
         self._publish(sample, captured, work, published)
+
+    def _fail(self, i: int, reason: str, tries: int, failed: Ledger[Failed]) -> None:
+        """One sample's end in the ledger."""
+        sample = self._input.sample(i)
+        log(f"row {sample.row} failed after {tries} tries: {reason}")
+        line = Failed(sample.row, len(sample.ids), sample.hash.hex(), reason, tries, time.time())
+        failed.append(line)
+        self._failed[sample.row] = line
 
     def _publish(self, sample: Sample, captured: Captured, work: _Work, published: Ledger[Published]) -> None:
         """Data first, then its name, then the manifest."""

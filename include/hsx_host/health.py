@@ -18,9 +18,15 @@ REQUEST_TIMEOUT_S = 60.0
 _POLL_S = 0.5
 
 
-def problem(settings: ServerSettings, timeout_s: float = REQUEST_TIMEOUT_S) -> str:
-    """Why the server does not serve now; empty where it is healthy and has generated one real token."""
+def problem(settings: ServerSettings, timeout_s: float = REQUEST_TIMEOUT_S, *, was_ready: bool = False) -> str:
+    """Why the server does not serve now; empty where it is healthy and has generated one real token.
+
+    :param was_ready: it has been healthy before, so that the token alone proves that it still serves. SGLang's
+        ``/health`` generates a token of its own and looks for it after a second.
+    """
     try:
+        if was_ready:
+            return _generate(settings, [5, 6, 7, 8], timeout_s)
         with _session() as session:
             answer = session.get(f"{servers.url(settings)}/health", timeout=timeout_s)
         if answer.status_code != 200:
@@ -31,9 +37,15 @@ def problem(settings: ServerSettings, timeout_s: float = REQUEST_TIMEOUT_S) -> s
 
 
 def wait_until_ready(
-    settings: ServerSettings, *, alive: Callable[[], bool], log_file: str, deadline_s: float, what: str
+    settings: ServerSettings,
+    *,
+    alive: Callable[[], bool],
+    log_file: str,
+    deadline_s: float,
+    what: str,
+    was_ready: bool = False,
 ) -> float:
-    """Wait for the first real token; gives the seconds it took.
+    """Wait for the first real token; gives the seconds it took. ``was_ready``: see ``problem``.
 
     A warm-up that answers 503 is waited out, until ``deadline_s``. A server that dies ends the wait at once; the last
     lines of its log stand in the error (TryAgain).
@@ -57,7 +69,7 @@ def wait_until_ready(
                 value=settings.start_timeout_s,
                 fix="read the log; raise start_timeout_s where it only needs longer",
             )
-        why = problem(settings, timeout_s=min(REQUEST_TIMEOUT_S, max(left, 1.0)))
+        why = problem(settings, timeout_s=min(REQUEST_TIMEOUT_S, max(left, 1.0)), was_ready=was_ready)
         spent = time.monotonic() - began
         if not why:
             return spent

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from hsx_host.contract import ContractError, decode, encode
 from hsx_host.errors import Refused
-from hsx_host.shards import write_whole
+from hsx_host.state import write_whole
 
 
 @dataclass(frozen=True)

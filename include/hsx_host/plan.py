@@ -22,7 +22,7 @@ from hsx_host.fingerprint import DatasetSemantics, dataset_dir, semantics, settl
 from hsx_host.manifest import Published, newest, read_lines, standing
 from hsx_host.model_facts import ModelFacts, longest_prompt, read_model
 from hsx_host.progress import log
-from hsx_host.shards import ShardFiles, pack, shard_name, sync_folder, write_input, write_whole
+from hsx_host.shards import ShardFiles, pack, shard_name, sync_folder, write_input
 
 HELP = "validate the data set, cut shards, size them, leave out what is already extracted"
 
@@ -113,7 +113,7 @@ def _keep(folder: Path, meaning: DatasetSemantics, draft: Path, counts: _Counts,
         files.folder.mkdir(parents=True, exist_ok=True)
         file.replace(files.input)
         sync_folder(files.folder)
-    write_whole(folder / "rejects.jsonl", _reject_lines(counts))
+    state.write_whole(folder / "rejects.jsonl", _reject_lines(counts))
     state.write_document(folder / "plan.json", result)
 
 
@@ -213,7 +213,7 @@ def _lost(spec: RunSpec, what: str) -> NoReturn:
 
 def _too_many(spec: RunSpec, counts: _Counts, more: bool = False) -> NoReturn:
     listed = state.run_dir(spec) / "rejects.jsonl"
-    write_whole(listed, _reject_lines(counts))
+    state.write_whole(listed, _reject_lines(counts))
     count = f"{len(counts.rejects)}{' or more' if more else ''} of {counts.rows}{' read so far' if more else ''}"
     raise BadInput(
         f"{count} rows are rejected, at most {spec.data.max_rejects} may be: {_first(counts)}",

@@ -26,6 +26,7 @@ from hsx_host.procid import ProcId
 
 HELP = "what is wrong with the host, all of it, before anything is changed"
 SGLANG_RANGE = ((0, 5, 11), (0, 6, 0))
+_RELEASE = re.compile(r"(\d+(?:\.\d+)+)(?:\.?post\d+)?(?:\+[A-Za-z0-9.]+)?")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -108,12 +109,21 @@ def check_python(path: str) -> None:
 
 
 def check_version(version: str) -> None:
-    """BadInput unless SGLang is installed and 0.5.11 <= version < 0.6 (the plugin framework's range)."""
-    numbers = tuple(int(n) for n in re.findall(r"\d+", version.split("+")[0])[:3])
+    """BadInput unless SGLang is installed and 0.5.11 <= version < 0.6 (the plugin framework's range).
+
+    Pre-releases and development builds are out of it: ``0.5.11rc1`` comes before 0.5.11, ``0.6.0rc1`` is no 0.5, and
+    what lies between two releases is neither. Post-releases and local builds (``+cu130``) count as their release.
+    """
+    found = _RELEASE.fullmatch(version)
+    numbers = tuple(map(int, found[1].split("."))) if found else ()
     low, high = SGLANG_RANGE
-    if not (version and low <= numbers < high):
+    if not low <= numbers < high:
         raise BadInput(
-            "SGLang is not installed there" if not version else "SGLang is out of range",
+            "SGLang is not installed there"
+            if not version
+            else "SGLang is out of range"
+            if found
+            else "is no release of SGLang",
             field="sglang",
             value=version,
             fix=f"install SGLang >= {'.'.join(map(str, low))}, < 0.6, or name another host.python",

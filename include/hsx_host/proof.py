@@ -21,7 +21,7 @@ from hsx_host.errors import Refused, TryAgain
 from hsx_host.fingerprint import DatasetSemantics
 from hsx_host.head import Head, rounded, widen
 from hsx_host.manifest import Published
-from hsx_host.shards import write_whole
+from hsx_host.state import write_whole
 
 NORM_FILE = "final_norm.safetensors"
 _BLOCK_BYTES = 16 << 20  # of the head as it is stored; its float32 copies are four times as much

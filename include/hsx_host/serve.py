@@ -197,6 +197,7 @@ def _still_ready(spec: RunSpec, server: ServerState) -> ServerState | None:
             log_file=server.log,
             deadline_s=min(_PATIENCE_S, settings.start_timeout_s),
             what=server.mode,
+            was_ready=True,
         )
         return server
     except TryAgain as e:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from hsx_host.dataset import Sample
 from hsx_host.errors import TryAgain
+from hsx_host.state import write_whole
 
 _KINDS = {"ids": np.int32, "mask": np.uint8, "offsets": np.int64, "rows": np.int64, "hash": np.uint8}
 
@@ -39,6 +40,11 @@ class ShardFiles:
     @property
     def failures(self) -> Path:
         return self.folder / "failures.jsonl"
+
+    @property
+    def suspects(self) -> Path:
+        """What was in flight when the server died (``suspects.Suspects``)."""
+        return self.folder / "suspects.json"
 
     @property
     def lock(self) -> Path:
@@ -126,17 +132,6 @@ def read_input(files: ShardFiles) -> ShardInput:
         raise TryAgain(
             f"the shard's samples can't be read: {e}", field="shard", value=files.input, fix="run plan first"
         ) from None
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write bytes under another name, fsync, rename, fsync the folder."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as f:
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
 
 
 def sync_folder(path: Path) -> None:

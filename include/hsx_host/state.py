@@ -84,14 +84,34 @@ def run_key(run_id: str) -> str:
 
 
 def write_text(path: Path, text: str, mode: int = 0o644) -> None:
-    """Write a whole file or nothing: temporary name, fsync, rename, fsync of the folder."""
+    """``write_whole`` of a text."""
+    write_whole(path, text.encode(), mode)
+
+
+def write_whole(path: Path, data: bytes, mode: int = 0o644) -> None:
+    """Write a whole file or nothing: temporary name, fsync, rename, fsync of the folder.
+
+    :raises TryAgain: the disk is full; says how many bytes are needed. Nothing of the try stays.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with os.fdopen(fd, "w") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        with os.fdopen(fd, "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except BaseException as e:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise TryAgain(
+                f"no space: {e.strerror}; {path.name} needs {len(data)} bytes",
+                field="disk",
+                value=path.parent,
+                fix="make room, then start it again",
+            ) from None
+        raise
     parent = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(parent)

@@ -68,7 +68,25 @@ def test_preflight_refuses_other_production(spec: c.RunSpec) -> None:
 
 @pytest.mark.parametrize(
     ("version", "fine"),
-    [("0.5.10", False), ("0.5.11", True), ("0.5.23", True), ("0.5.23+cu", True), ("0.6.0", False), ("", False)],
+    [
+        ("0.5.10", False),
+        ("0.5.11", True),
+        ("0.5.23", True),
+        ("0.5.23+cu", True),
+        ("0.5.15.post1", True),
+        ("0.5.15.post1+cu130", True),
+        ("0.6.0", False),
+        ("1.0", False),
+        ("0.5", False),
+        ("", False),
+        ("main", False),
+        ("0.5.11rc1", False),
+        ("0.6.0rc1", False),
+        ("0.5.23.dev3", False),
+        ("0.5.23.dev3+g12ab", False),
+        ("0.5.24a0", False),
+        ("0.5.9.post1", False),
+    ],
 )
 def test_sglang_range(version: str, fine: bool) -> None:
     if fine:

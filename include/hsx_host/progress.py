@@ -32,7 +32,10 @@ class Progress:
         self._ended = False
 
     def update(self, done: int, *, tokens: int = 0, bytes: int = 0) -> None:
-        """Totals so far (not differences). ``rate``: things a second since the first call, ``eta`` in seconds."""
+        """Totals so far (not differences). ``rate``: things a second since the first call, ``eta`` in seconds.
+
+        ``tok_s``: tokens a second since then; ``at``: unix seconds, so that the course of a job can be drawn later.
+        """
         now = time.monotonic()
         if self._first is None:
             self._first, self._began = done, now
@@ -41,7 +44,7 @@ class Progress:
             return
         self._ended = done >= self.total
         self._written = now
-        spent = now - self._began
+        spent = now - self._began  # tokens are counted from there too
         rate = (done - self._first) / spent if spent > 0 else 0.0
         eta = round((self.total - done) / rate, 1) if rate > 0 else None
         line = {
@@ -51,7 +54,9 @@ class Progress:
             "tokens": tokens,
             "bytes": bytes,
             "rate": round(rate, 3),
+            "tok_s": round(tokens / spent, 1) if spent > 0 else 0.0,
             "eta": eta,
+            "at": round(time.time(), 1),
         }
         sys.stderr.write(json.dumps(line) + "\n")
         sys.stderr.flush()

@@ -71,8 +71,8 @@ def _garbage(verb: str, why: str, stdout: str, stderr: str) -> HostGarbage:
 def human_line(line: str) -> str:
     """A progress line as a person reads it; any other line as it is.
 
-    ``{"progress": "extract", "done": 12, "total": 32, "tokens": 4096, "bytes": 4718592, "rate": 0.5, "eta": 40.0}``
-    becomes ``extract: 12 of 32 (37 %), 4,096 tokens, 4.5 MiB, 0.5 a second, 40 s to go``.
+    ``{"progress": "extract", "done": 12, "total": 32, "tokens": 4096, "bytes": 4718592, "tok_s": 51.2, "eta": 40.0}``
+    becomes ``extract: 12 of 32 (37 %), 4,096 tokens, 4.5 MiB, 51 tokens/s, 40 s to go``.
     """
     try:
         body = json.loads(line)
@@ -87,11 +87,18 @@ def human_line(line: str) -> str:
         parts.append(f"{number['tokens']:,} tokens")
     if number.get("bytes"):
         parts.append(human_bytes(number["bytes"]))
-    if number.get("rate"):
+    if number.get("tok_s"):
+        parts.append(f"{number['tok_s']:,.0f} tokens/s")
+    elif number.get("rate"):
         parts.append(f"{number['rate']:,.3g} a second")
     if number.get("eta"):
         parts.append(f"{human_seconds(number['eta'])} to go")
     return ", ".join(parts)
+
+
+def human_lines(log: str) -> list[str]:
+    """Each line of a job's log as a person reads it."""
+    return [human_line(line) for line in log.splitlines()]
 
 
 def human_bytes(n: float) -> str:

@@ -13,8 +13,9 @@ from airflow.sdk import BaseOperator
 
 from hsx_host import contract as c
 from hsx_operators import errors
-from hsx_operators.answers import human_line, parse_answer
+from hsx_operators.answers import human_lines, parse_answer
 from hsx_operators.hook import GpuHostHook, hook_of
+from hsx_operators.published import Told, reasons_kept, tell
 from hsx_operators.retry import HOST_RETRIES, HostRetryPolicy
 from hsx_operators.triggers import TAIL_CHARS, HostJobTrigger, died, ended
 
@@ -75,15 +76,22 @@ class HostVerbOperator(BaseOperator):
 
     def run_verb(self, context: Context) -> Any:
         """What ``execute`` does, for subclasses that decide something before."""
-        host = self.host_of(context)
-        verb = self.verb(context)
-        with hook_of(host) as hook:
-            if not self.detached:
-                document = hook.run_verb(
-                    self.result_type, verb, spec_path=host["spec_path"], timeout_s=self.inline_timeout_s
-                )
-                return self.result(document, host, context)
+        with reasons_kept(context):
+            host = self.host_of(context)
+            verb = self.verb(context)
+            with hook_of(host) as hook:
+                return self._run(hook, host, verb, context)
+
+    def _run(self, hook: GpuHostHook, host: dict[str, Any], verb: list[str], context: Context) -> Any:
+        if self.detached:
             return self.submit(hook, host, verb, context)
+        tell(context, self.told(host, verb))
+        document = hook.run_verb(self.result_type, verb, spec_path=host["spec_path"], timeout_s=self.inline_timeout_s)
+        return self.result(document, host, context)
+
+    def told(self, host: dict[str, Any], verb: Sequence[str]) -> Told:
+        """What the page is told of this task, from its start."""
+        return Told(host["ssh_conn_id"], verb)
 
     def submit(self, hook: GpuHostHook, host: dict[str, Any], verb: Sequence[str], context: Context) -> Any:
         """Start the job, or find the one that an earlier try left running, and wait for it in a trigger."""
@@ -95,8 +103,11 @@ class HostVerbOperator(BaseOperator):
         self._job = (host, job_id)
         status = hook.job_start(job_id, verb, spec_path=host["spec_path"])
         self.log.info("%s the job %s (pid %d)", "found" if known else "started", job_id, status.pid)
+        told = self.told(host, verb)
+        tell(context, told)
         kept: dict[str, Any] = {"host": host, "job_id": job_id, "verb": list(verb)}
-        event, offset = self._watch_a_while(hook, host, job_id)
+        event, offset = self._watch_a_while(hook, host, job_id, told)
+        tell(context, told)
         if event is not None:
             return self.execute_complete(context, event, **kept)
         return self.defer(
@@ -104,20 +115,23 @@ class HostVerbOperator(BaseOperator):
                 host=host,
                 job_id=job_id,
                 offset=offset,
+                told=told.document(),
                 deadline=time.time() + self.job_timeout.total_seconds() if self.job_timeout else 0.0,
             ),
             method_name="execute_complete",
             kwargs=kept,
         )
 
-    def _watch_a_while(self, hook: GpuHostHook, host: dict[str, Any], job_id: str) -> tuple[dict[str, Any] | None, int]:
+    def _watch_a_while(
+        self, hook: GpuHostHook, host: dict[str, Any], job_id: str, told: Told
+    ) -> tuple[dict[str, Any] | None, int]:
         """The end of a job that takes seconds, without a detour over the triggerer; else None and the log's offset."""
         tail, offset, until = "", 0, time.monotonic() + self.patience_s
         while True:
             status = hook.job_poll(job_id, spec_path=host["spec_path"], offset=offset)
             offset, tail = status.offset, (tail + status.log)[-TAIL_CHARS:]
-            for line in status.log.splitlines():
-                self.log.info("%s", human_line(line))
+            for line in human_lines(told.hear(status.log)):
+                self.log.info("%s", line)
             if status.state == "running":
                 if time.monotonic() > until:
                     return None, offset
@@ -129,12 +143,13 @@ class HostVerbOperator(BaseOperator):
         self, context: Context, event: dict[str, Any], host: dict[str, Any], job_id: str, verb: list[str]
     ) -> Any:
         """The job has ended: read its document, or raise why there is none."""
-        try:
-            document = self._document(event, host, job_id, verb, context)
-        except errors.HsxOperatorError as e:
-            e.allowed_retries = self.allowed_retries(e, host)
-            raise
-        return self.result(document, host, context)
+        with reasons_kept(context):
+            try:
+                document = self._document(event, host, job_id, verb, context)
+            except errors.HsxOperatorError as e:
+                e.allowed_retries = self.allowed_retries(e, host)
+                raise
+            return self.result(document, host, context)
 
     def _document(
         self, event: dict[str, Any], host: dict[str, Any], job_id: str, verb: list[str], context: Context

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,6 +12,7 @@ from hsx_host import contract as c
 from hsx_operators import errors
 from hsx_operators.answers import human_bytes, human_seconds
 from hsx_operators.base import POOL, HostVerbOperator
+from hsx_operators.published import Told
 from hsx_operators.retry import HOST_RETRIES
 
 if TYPE_CHECKING:
@@ -66,6 +68,10 @@ class ExtractShardOperator(HostVerbOperator):
     def verb(self, context: Context) -> list[str]:
         """``extract --shard N``."""
         return ["extract", "--shard", str(self.shard["id"])]
+
+    def told(self, host: dict[str, Any], verb: Sequence[str]) -> Told:
+        """The page follows a shard by its number."""
+        return Told(host["ssh_conn_id"], verb, shard=int(self.shard["id"]))
 
     def allowed_retries(self, error: errors.HsxOperatorError, host: dict[str, Any]) -> int | None:
         """Retries of a shard are the profile's; SSH trouble is no fault of the shard and keeps the task's own."""

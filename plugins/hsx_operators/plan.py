@@ -12,6 +12,7 @@ from hsx_operators.answers import human_bytes
 from hsx_operators.base import HostVerbOperator
 from hsx_operators.hook import GpuHostHook
 from hsx_operators.profile import load_profile
+from hsx_operators.published import reasons_kept
 from hsx_operators.spec import build_spec, check_known
 
 if TYPE_CHECKING:
@@ -36,6 +37,10 @@ class PlanOperator(HostVerbOperator):
 
     def execute(self, context: Context) -> Any:
         """Build and ship the spec, run ``preflight``, submit ``plan``."""
+        with reasons_kept(context):
+            return self._plan(context)
+
+    def _plan(self, context: Context) -> Any:
         params = dict(context["params"])
         check_known({**params, **(context["dag_run"].conf or {})})
         name = str(params["profile"])
@@ -55,6 +60,7 @@ class PlanOperator(HostVerbOperator):
                 "cleanup_policy": spec.cleanup.policy,
                 "benchmark": spec.benchmark.enabled,
                 "shard_retries": profile.tasks.shard_retries,
+                "lease_ttl_s": profile.tasks.lease_ttl_s,
             }
             facts = hook.run_verb(c.PreflightResult, ["preflight"], spec_path=host["spec_path"], timeout_s=300)
             for warning in facts.warnings:

@@ -16,6 +16,7 @@ from hsx_host import contract as c
 from hsx_operators.base import POOL, run_of
 from hsx_operators.errors import HostError, named_error
 from hsx_operators.hook import hook_of
+from hsx_operators.published import Told, reasons_kept, tell
 from hsx_operators.retry import HOST_RETRIES
 from hsx_operators.triggers import SETTLE_S, HostTrigger
 
@@ -58,10 +59,13 @@ class ServerHealthTrigger(HostTrigger):
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
         """Ask until healthy, or until the deadline."""
+        told = Told(self.host["ssh_conn_id"], ["health"])
         try:
             await asyncio.sleep(SETTLE_S)
             while True:
                 status = await self.patient(c.StatusResult, STATUS)
+                told.say(mode=status.mode, phase=status.phase, text=status.problem)
+                await self.tell(told)
                 end = "healthy" if healthy(status, self.mode) else "timeout" if time.time() > self.deadline else ""
                 if end:
                     yield TriggerEvent({"end": end, "status": c.to_dict(status)})
@@ -101,9 +105,14 @@ class ServerHealthSensor(BaseSensorOperator):
 
     def execute(self, context: Context) -> Any:
         """Ask once; wait in a trigger where the answer is no."""
-        host = run_of(context, self.plan_task_id)
-        with hook_of(host) as hook:
-            status = hook.run_verb(c.StatusResult, STATUS, spec_path=host["spec_path"])
+        with reasons_kept(context):
+            host = run_of(context, self.plan_task_id)
+            told = Told(host["ssh_conn_id"], ["health"])
+            tell(context, told)
+            with hook_of(host) as hook:
+                status = hook.run_verb(c.StatusResult, STATUS, spec_path=host["spec_path"])
+            told.say(mode=status.mode, phase=status.phase, text=status.problem)
+            tell(context, told)
         if healthy(status, self.mode_wanted):
             return self._tell(c.to_dict(status))
         self.log.info("not yet: mode %s %s %s", status.mode, status.phase, status.problem)
@@ -116,14 +125,15 @@ class ServerHealthSensor(BaseSensorOperator):
 
     def execute_complete(self, context: Context, event: dict[str, Any]) -> Any:
         """Healthy, or the reason why not."""
-        if event["end"] == "error":
-            raise named_error(event["error"], event["message"])
-        status = event["status"]
-        if event["end"] == "timeout":
-            raise AirflowSensorTimeout(
-                f"no healthy {self.mode_wanted} server after {self.timeout:.0f} s: its mode is {status['mode']}; "
-                f"{status['problem'] or 'it answers'} (read the server's log below home/logs on the host)"
-            )
+        with reasons_kept(context):
+            if event["end"] == "error":
+                raise named_error(event["error"], event["message"])
+            status = event["status"]
+            if event["end"] == "timeout":
+                raise AirflowSensorTimeout(
+                    f"no healthy {self.mode_wanted} server after {self.timeout:.0f} s: its mode is {status['mode']}; "
+                    f"{status['problem'] or 'it answers'} (read the server's log below home/logs on the host)"
+                )
         return self._tell(status)
 
     def _tell(self, status: dict[str, Any]) -> dict[str, Any]:

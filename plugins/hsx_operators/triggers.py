@@ -12,7 +12,7 @@ from airflow.providers.ssh.hooks.ssh import SSHHookAsync
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 from hsx_host import contract as c
-from hsx_operators.answers import human_line, parse_answer, verb_command
+from hsx_operators.answers import human_lines, parse_answer, verb_command
 from hsx_operators.errors import (
     HostError,
     HostKeyMismatch,
@@ -22,12 +22,13 @@ from hsx_operators.errors import (
     RemoteJobDied,
 )
 from hsx_operators.hook import with_spec
+from hsx_operators.published import Told, tell_from_trigger
 
 T = TypeVar("T")
 
 COMMAND_TIMEOUT_S = 60.0
-#: Between two polls: soon at first, then calm; each poll also renews the lease on the host.
-FIRST_POLL_S, SLOWEST_POLL_S = 1.0, 10.0
+#: Between two polls: soon at first, then calm; each poll also renews the lease on the host and tells the page.
+FIRST_POLL_S, SLOWEST_POLL_S = 1.0, 5.0
 #: A trigger that fires before the scheduler has seen the worker end makes the scheduler take the task for a lost one
 #: ("finished with state success, but the task instance's state is queued"): so no trigger fires at once.
 SETTLE_S = 5.0
@@ -83,6 +84,13 @@ class HostTrigger(BaseTrigger):
         except RemoteJobDied as e:  # this short verb was killed, not the job that it asks about
             raise HostUnreachable(e.message) from None
 
+    async def tell(self, told: Told) -> None:
+        """Tell the page; a watch goes on where Airflow can't take it just now."""
+        try:
+            await tell_from_trigger(self.task_instance, told)
+        except Exception as e:
+            self.log.warning("the page could not be told: %s: %s", type(e).__name__, e)
+
     async def close(self) -> None:
         """Ends the connection; the next verb opens a new one."""
         conn, self._conn = self._conn, None
@@ -119,13 +127,20 @@ class HostJobTrigger(HostTrigger):
     :param host: see HostTrigger.
     :param job_id: the job.
     :param offset: bytes of its log that were already shown.
+    :param told: what the page was told of it so far, as of ``offset``.
     """
 
     def __init__(
-        self, host: dict[str, Any], job_id: str, offset: int = 0, outage_s: float = 900.0, deadline: float = 0.0
+        self,
+        host: dict[str, Any],
+        job_id: str,
+        offset: int = 0,
+        told: dict[str, Any] | None = None,
+        outage_s: float = 900.0,
+        deadline: float = 0.0,
     ) -> None:
         super().__init__(host, outage_s, deadline)
-        self.job_id, self.offset = job_id, offset
+        self.job_id, self.offset, self.told = job_id, offset, told
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
         """For the triggerer."""
@@ -133,6 +148,7 @@ class HostJobTrigger(HostTrigger):
             "host": self.host,
             "job_id": self.job_id,
             "offset": self.offset,
+            "told": self.told,
             "outage_s": self.outage_s,
             "deadline": self.deadline,
         }
@@ -148,11 +164,13 @@ class HostJobTrigger(HostTrigger):
 
     async def _watch(self) -> dict[str, Any]:
         tail, wait = "", FIRST_POLL_S
+        told = Told(self.host["ssh_conn_id"], ["job"], kept=self.told)
         while True:
             status = await self.patient(c.JobStatus, ["job", "poll", self.job_id, "--offset", str(self.offset)])
             self.offset = status.offset
-            for line in status.log.splitlines():
-                self.log.info("%s", human_line(line))
+            for line in human_lines(told.hear(status.log)):
+                self.log.info("%s", line)
+            await self.tell(told)
             tail = (tail + status.log)[-TAIL_CHARS:]
             if status.state != "running":
                 if status.log:

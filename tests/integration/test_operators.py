@@ -18,6 +18,7 @@ from hsx_operators import errors as e
 from hsx_operators.base import HostVerbOperator, job_name
 from hsx_operators.extraction import ExtractShardOperator
 from hsx_operators.hook import GpuHostHook
+from hsx_operators.published import TRIES
 
 
 class Waits(HostVerbOperator):
@@ -43,7 +44,7 @@ class Store(dict[str, Any]):
 def context_of(host: dict[str, Any], store: Store, try_number: int = 1, map_index: int = -1) -> Any:
     ti = SimpleNamespace(
         dag_id="d", run_id="r", task_id="waits", map_index=map_index, try_number=try_number,
-        xcom_pull=lambda task_ids, key: host,
+        xcom_pull=lambda task_ids, key: host, xcom_push=lambda key, value: None,
     )  # fmt: skip
     return {"ti": ti, "task_state_store": store}
 
@@ -102,7 +103,8 @@ def test_an_outage_leaves_the_job_to_the_next_try(host: dict[str, Any]) -> None:
     event = {"end": "error", "error": "HostUnreachable", "message": "gone", "log_tail": ""}
     with pytest.raises(e.HostUnreachable, match="gone"):
         operator.execute_complete(context_of(host, store), event, host=host, job_id="waits-x-1", verb=["patch"])
-    assert store == {"job_id": "waits-x-1"}
+    assert store["job_id"] == "waits-x-1"
+    assert [(t["try"], t["error"], t["message"]) for t in store[TRIES]] == [(1, "HostUnreachable", "gone")]
 
 
 def test_ending_the_task_ends_the_job(hook: GpuHostHook, host: dict[str, Any], home: Path) -> None:
@@ -131,7 +133,7 @@ def test_a_shard_carries_the_retries_that_its_profile_allows(
     if end.get("document"):
         end = {**end, "document": c.encode(c.ErrorDoc(kind="again", message=end["document"]))}
     operator = ExtractShardOperator(task_id="extract", shard={"id": 3, "name": "shard-00003"})
-    host = {"python": "/p", "shard_retries": 0}
+    host = {"python": "/p", "shard_retries": 0, "ssh_conn_id": "h"}
     with pytest.raises(cls) as said:
         operator.execute_complete(context_of(host, Store()), end, host=host, job_id="j", verb=["extract"])
     assert type(said.value) is cls

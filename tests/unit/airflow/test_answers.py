@@ -83,6 +83,7 @@ def test_named_error_keeps_the_class() -> None:
 def test_progress_for_people() -> None:
     line = {"progress": "extract", "done": 12, "total": 32, "tokens": 4096, "bytes": 4718592, "rate": 0.5, "eta": 40.0}
     assert human_line(json.dumps(line)) == ("extract: 12 of 32 (37 %), 4,096 tokens, 4.5 MiB, 0.5 a second, 40 s to go")
+    assert human_line(json.dumps({**line, "tok_s": 102.4})).endswith("4.5 MiB, 102 tokens/s, 40 s to go")
     assert human_line(json.dumps({"progress": "soak", "done": 0, "total": 0, "eta": None})) == "soak: 0 of 0"
     assert human_line("plain text") == "plain text"
     assert human_line('{"other": 1}') == '{"other": 1}'

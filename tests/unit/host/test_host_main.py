@@ -131,7 +131,7 @@ def test_sigterm_is_a_clean_stop(tmp_path: Path) -> None:
 
 def test_progress_lines(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: 1000.0 + now[0]))
     p = progress.Progress("extract", 100)
     for done in range(0, 101, 10):
         p.update(done, tokens=done * 7, bytes=done * 9)
@@ -140,5 +140,6 @@ def test_progress_lines(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.M
     lines = [json.loads(x) for x in capfd.readouterr().err.splitlines()]
     assert [x["done"] for x in lines] == [0, 40, 80, 100]  # one a second, and the last
     assert lines[1] == {
-        "progress": "extract", "done": 40, "total": 100, "tokens": 280, "bytes": 360, "rate": 40.0, "eta": 1.5,
+        "progress": "extract", "done": 40, "total": 100, "tokens": 280, "bytes": 360, "rate": 40.0, "tok_s": 280.0,
+        "eta": 1.5, "at": 1001.0,
     }  # fmt: skip

@@ -160,8 +160,23 @@ class ShardPlan:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """What the last shards of this profile took on this host. ``overhead_s``: how much longer production was down than
+    extraction took, the last time; 0 where it has not come back yet. ``at``: when the last shard ended."""
+
+    tok_s: float
+    tokens: int
+    shards: int
+    overhead_s: float
+    at: float
+
+
+@dataclass(frozen=True)
 class PlanResult:
-    """What would be extracted. ``todo_*`` leave out what is already published; ``rejects`` names at most 20 rows."""
+    """What would be extracted. ``todo_*`` leave out what is already published; ``rejects`` names at most 20 rows.
+
+    ``pace``: what was measured here before, None before the first shard.
+    """
 
     dataset_id: str
     dataset_dir: str
@@ -177,6 +192,7 @@ class PlanResult:
     longest: int
     shards: list[ShardPlan]
     rejects: list[str]
+    pace: Pace | None = None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hsx_host import borrow, formats, proof, state, suspects
+from hsx_host import borrow, formats, pace, proof, state, suspects
 from hsx_host.client import Captured, Client, NoSpace, SampleFault, ServerGone, live_engine, ready_norm_class
 from hsx_host.contract import PlanResult, RunSpec, ShardSummary
 from hsx_host.dataset import Sample
@@ -90,7 +90,12 @@ class _Shard:
         if asked:
             try:
                 with borrow.extraction_server(self._spec):
-                    self._extract(work, asked)
+                    first = time.time()
+                    try:
+                        self._extract(work, asked)
+                    finally:
+                        if work.tokens:
+                            pace.keep(self._spec, work.tokens, first, time.time())
             finally:
                 shutil.rmtree(self._files.tmp, ignore_errors=True)
         summary = self._summary(work, len(todo), time.monotonic() - began)

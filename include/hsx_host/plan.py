@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from hsx_host import formats, state
+from hsx_host import formats, pace, state
 from hsx_host.contract import PlanResult, RunSpec, ShardPlan, encode
 from hsx_host.dataset import Reject, Sample, read_samples
 from hsx_host.errors import BadInput, Refused
@@ -67,7 +67,7 @@ def run(spec: RunSpec, args: Namespace) -> PlanResult:
             counts, shards = _pass(spec, meaning, facts, folder, None if args.dry_run else draft)
             _check(spec, counts, len(shards))
             _check_nothing_lost(spec, folder, counts)
-            result = _result(meaning, folder, counts, shards)
+            result = _result(spec, meaning, folder, counts, shards)
             if not args.dry_run:
                 _keep(folder, meaning, draft, counts, result)
         finally:
@@ -227,7 +227,9 @@ def _first(counts: _Counts) -> str:
     return "; ".join(f"row {r.row}: {r.reason}" for r in counts.rejects[:5])
 
 
-def _result(meaning: DatasetSemantics, folder: Path, counts: _Counts, shards: list[ShardPlan]) -> PlanResult:
+def _result(
+    spec: RunSpec, meaning: DatasetSemantics, folder: Path, counts: _Counts, shards: list[ShardPlan]
+) -> PlanResult:
     todo = [s for s in shards if s.todo]
     return PlanResult(
         dataset_id=meaning.dataset_id,
@@ -244,4 +246,5 @@ def _result(meaning: DatasetSemantics, folder: Path, counts: _Counts, shards: li
         longest=counts.longest,
         shards=todo,
         rejects=[f"row {r.row}: {r.reason}" for r in counts.rejects[:_NAMED_REJECTS]],
+        pace=pace.measured(spec),
     )

@@ -10,6 +10,7 @@ from airflow.sdk import BaseOperator
 from hsx_host import contract as c
 from hsx_operators.answers import human_bytes
 from hsx_operators.base import HostVerbOperator
+from hsx_operators.foretold import FORETOLD, foretell
 from hsx_operators.hook import GpuHostHook
 from hsx_operators.profile import load_profile
 from hsx_operators.published import reasons_kept
@@ -121,6 +122,8 @@ class GateOperator(BaseOperator, SkipMixin):
             f"{plan['todo']:,} samples in {len(shards)} shards, {plan['todo_tokens']:,} tokens, "
             f"{human_bytes(plan['todo_bytes'])} ({plan['todo_bytes']:,} bytes)"
         )
+        foretold = foretell(self.run, plan, shards, self.disk)
+        context["ti"].xcom_push(key=FORETOLD, value=foretold)
         if not shards:
             reason = f"Nothing to do: all {plan['done']:,} samples of {plan['dataset_id']} are published."
         elif self.run["dry_run"]:
@@ -129,6 +132,8 @@ class GateOperator(BaseOperator, SkipMixin):
             self.log.info("To do: %s", what)
             return shards
         self.log.info("%s", reason)
+        for line in foretold["lines"]:
+            self.log.info("%s", line)
         # The skip ends the task with an exception of Airflow's, so that a returned value would be lost.
         context["ti"].xcom_push(key=SKIPPED_BECAUSE, value=reason)
         rest = [t for t in context["task"].get_flat_relatives(upstream=False) if not t.is_teardown]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import socket
 import threading
@@ -49,7 +50,7 @@ class NoSpace(Exception):
 
 @dataclass(frozen=True)
 class Engine:
-    """A live extraction server: where it listens, its spool, and whether its main process still lives."""
+    """A live extraction server: where it listens, its spool, and whether all of its processes still live."""
 
     url: str
     spool: Path
@@ -76,13 +77,16 @@ def live_engine(spec: RunSpec) -> Engine:
     server = state.read_server(spec)
     assert server is not None
     main = procid.ProcId(server.pid, server.start)
-    return Engine(servers.url(spec.extraction), spool, lambda: procid.alive(main))
+    schedulers = [procid.identify(one.pid) for one in capture_server.ready(spool)]
+    parts = [main, *schedulers]  # SGLang ends itself some time after a scheduler; requests to it hang until then
+    return Engine(servers.url(spec.extraction), spool, lambda: all(p is not None and procid.alive(p) for p in parts))
 
 
 class Client:
     """Asks for samples; safe for many threads (each has an HTTP session of its own).
 
-    :param folder: where unfinished files lie, on the data set's own file system.
+    :param folder: where unfinished files lie, on the data set's own file system. One client at a time has a folder
+        (it holds the shard's lock): what an earlier one left in the spool is withdrawn.
     :param timeout_s: how long one try may take, from the request to the plugin's record.
     """
 
@@ -93,14 +97,16 @@ class Client:
         self._address = (parts.hostname or "", parts.port or 80)
         self._local = threading.local()
         self._flying: set[str] = set()
+        self._prefix = f"hsx-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}-"
         folder.mkdir(parents=True, exist_ok=True)
+        self.withdraw()
 
     def capture(self, sample: Sample) -> Captured:
         """One try of one sample.
 
         :raises SampleFault: with the reason; ``ServerGone``, ``NoSpace``: nothing is wrong with the sample.
         """
-        rid = f"hsx-{uuid.uuid4().hex}"
+        rid = f"{self._prefix}{uuid.uuid4().hex}"
         path = self._folder / f"{rid}.part"
         self._flying.add(rid)
         try:
@@ -123,11 +129,24 @@ class Client:
             for name in (f"{rid}.json", f"{rid}.done.json"):
                 (self._engine.spool / name).unlink(missing_ok=True)
 
+    def server_lives(self) -> bool:
+        """Whether no process of the server has ended."""
+        return self._engine.alive()
+
     def abort(self) -> None:
         """Tell the server to drop what is in flight, so that waiting threads end soon."""
         for rid in list(self._flying):
             with contextlib.suppress(requests.RequestException):
                 requests.post(f"{self._engine.url}/abort_request", json={"rid": rid}, timeout=5)
+
+    def withdraw(self) -> None:
+        """Take back what a killed client left in the spool; the server drops what it still works on."""
+        left = [p.name.split(".")[0] for p in self._engine.spool.glob(f"{self._prefix}*.json")]
+        for rid in set(left):
+            for name in (f"{rid}.json", f"{rid}.done.json"):
+                (self._engine.spool / name).unlink(missing_ok=True)
+            with contextlib.suppress(requests.RequestException):
+                self._session().post(f"{self._engine.url}/abort_request", json={"rid": rid}, timeout=5)
 
     def _lay_out(self, path: Path, sample: Sample) -> Laid:
         needed = self._form.file_bytes(len(sample.ids), self._shape)
@@ -229,11 +248,11 @@ class Client:
         return session
 
     def _gone(self, why: str, patience_s: float = 0.0) -> None:
-        """Raise ServerGone where the server's main process is gone, or refuses connections."""
+        """Raise ServerGone where a process of the server has ended, or it refuses connections."""
         end = time.monotonic() + patience_s
         while True:
             if not self._engine.alive():
-                _gone(f"its main process is gone ({why})")
+                _gone(f"a process of it has ended ({why})")
             try:  # a connection and no request: SGLang's /health would generate a token in a busy server
                 socket.create_connection(self._address, timeout=5).close()
             except TimeoutError:

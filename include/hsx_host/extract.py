@@ -173,7 +173,7 @@ class _Shard:
         try:
             for thread in threads:
                 thread.start()
-            self._watch(work, len(threads), progress, failed)
+            self._watch(work, len(threads), client, progress, failed)
         except BaseException:
             work.stop.set()
             raise
@@ -184,7 +184,7 @@ class _Shard:
             for thread in threads:
                 thread.join(max(0.0, end - time.monotonic()))
 
-    def _watch(self, work: _Work, threads: int, progress: Progress, failed: Ledger[Failed]) -> None:
+    def _watch(self, work: _Work, threads: int, client: Client, progress: Progress, failed: Ledger[Failed]) -> None:
         """Until every thread has ended: tell progress. The first error of a thread that is no sample's ends all."""
         while threads:
             with work.lock:
@@ -192,9 +192,11 @@ class _Shard:
             progress.update(done, tokens=tokens, bytes=size)
             try:
                 error = work.ended.get(timeout=1)
+                threads -= 1
             except queue.Empty:
-                continue
-            threads -= 1
+                if client.server_lives():
+                    continue
+                error = ServerGone("the extraction server is gone: a process of it has ended")
             if error is not None:
                 with work.lock:
                     work.stop.set()

@@ -29,6 +29,7 @@ class StandIn:
         self.change: Change | None = None
         self.status: Callable[[list[int]], int] = lambda ids: 200
         self.rids: list[str] = []
+        self.aborted: list[str] = []
         self.next_token: Callable[[Any], int] = lambda last: 7
         self.states: Callable[[list[int]], list[Any]] = lambda ids: h.states(len(ids), seed=sum(ids))
         self.alive = True
@@ -77,6 +78,8 @@ class StandIn:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 status, answer = stand_in._answer(body) if self.path == "/generate" else (200, {})
+                if self.path == "/abort_request":
+                    stand_in.aborted.append(body["rid"])
                 data = json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))

@@ -120,7 +120,7 @@ def test_a_dead_server_is_no_samples_fault(server: StandIn, tmp_path: Path) -> N
     with pytest.raises(ServerGone, match="takes no connection"):
         asked.capture(sample())
     server.alive = False
-    with pytest.raises(ServerGone, match="main process is gone"):
+    with pytest.raises(ServerGone, match="a process of it has ended"):
         asked.capture(sample())
     nothing_left(tmp_path)
 
@@ -138,6 +138,16 @@ def test_every_try_has_a_rid_of_its_own(server: StandIn, tmp_path: Path) -> None
         asked.capture(sample()).path.unlink()
     assert len(set(server.rids)) == 3
     assert all(rid.startswith("hsx-") for rid in server.rids)
+
+
+def test_what_a_killed_client_left_in_the_spool_is_withdrawn(server: StandIn, tmp_path: Path) -> None:
+    first = asker(server, tmp_path)
+    for name in (f"{first._prefix}1.json", f"{first._prefix}1.done.json", f"{first._prefix}2.json"):
+        (server.spool / name).write_text("{}")
+    (server.spool / "hsx-of-another-shard.json").write_text("{}")
+    asker(server, tmp_path)
+    assert [p.name for p in server.spool.iterdir()] == ["hsx-of-another-shard.json"]
+    assert sorted(server.aborted) == [f"{first._prefix}1", f"{first._prefix}2"]
 
 
 # ---------------------------------------------------------------- a whole shard

@@ -349,6 +349,17 @@ def test_what_is_remembered_is_bounded(bench: Bench, monkeypatch: pytest.MonkeyP
     assert len(bench.collector._samples) == 3
 
 
+def test_a_withdrawn_request_gets_no_record(bench: Bench) -> None:
+    """The client is gone or has given up: it took its document and its file away in the middle."""
+    sample = bench.sample("hsx-a", 6)
+    bench.forward((sample, 0, 3))
+    (bench.spool / "hsx-a.json").unlink()
+    sample.path.unlink()
+    bench.forward((sample, 3, 3))
+    bench.writers.close()
+    assert [p.name for p in bench.spool.glob("hsx-a*")] == []
+
+
 def test_a_ring_too_small_for_a_row_is_refused() -> None:
     with pytest.raises(ValueError, match=r"CaptureSpec.ring_bytes: 100 is too small"):
         Ring(100, PLANES, HIDDEN, torch.bfloat16, torch.device("cpu"))

@@ -95,6 +95,8 @@ class Writers:
 
     def _answer(self, sample: Sample, error: str = "") -> None:
         sample.answered = True
+        if not (self._spool / f"{sample.rid}.json").exists():
+            return  # withdrawn: nobody would take the record away
         try:
             spec.write(sample.record(error), self._spool / f"{sample.rid}.done.json")
         except OSError as e:  # the client's deadline is all that is left

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hsx_host import guards, jobs, lease, patch, procid, serve, state
+from hsx_host import guards, jobs, lease, leftovers, patch, procid, serve, state
 from hsx_host.contract import Lease, RunSpec, ServerFacts
 from hsx_host.errors import HsxError, TryAgain
 from hsx_host.procid import ProcId
@@ -48,6 +48,8 @@ def acquire(spec: RunSpec, *, by_step: bool) -> Lease:
             value=old.run_id,
             fix="wait until it serves; status says what is in the way",
         )
+    if old is None or old.run_id == spec.run_id or lease.lapsed(old):
+        serve.note_production(spec)
     granted = guards.acquire(spec)
     _borrowers_path(spec).unlink(missing_ok=True)
     return granted
@@ -103,6 +105,7 @@ def give_back(spec: RunSpec, grant: Lease | None = None) -> ServerFacts:
         current = state.read_server(spec)
         if current is not None and current.mode == "production":  # a new run may be at work already
             patch.revert(spec)
+    leftovers.remove(spec)
     lease.release(spec, grant)
     return facts
 

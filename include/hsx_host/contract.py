@@ -397,6 +397,9 @@ class HandoffResult:
     commands: dict[str, str]
 
 
+JOB_DEADLINE = 124  # a job's ``rc`` where its deadline ended it
+
+
 @dataclass(frozen=True)
 class JobStatus:
     """A detached verb. ``state``: running, done (``rc`` is set), dead (gone without an exit code), absent.

@@ -42,6 +42,25 @@ def alive(proc: ProcId) -> bool:
     return start_ticks(proc.pid) == proc.start
 
 
+def session(leader: ProcId) -> list[ProcId]:
+    """The living processes of the session that ``leader`` leads or led; a session's id outlives its leader."""
+    now = start_ticks(leader.pid)
+    if now is not None and now != leader.start:
+        return []  # a pid is free for another process only once nothing of its session is left
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            same = os.getsid(int(name)) == leader.pid
+        except ProcessLookupError:
+            continue
+        one = identify(int(name)) if same else None
+        if one is not None and one.start >= leader.start:
+            found.append(one)
+    return found
+
+
 def send(proc: ProcId, number: signal.Signals) -> bool:
     """Signal exactly this process; False where it is gone. A pidfd closes the gap between the check and the signal."""
     try:

@@ -18,7 +18,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
-from hsx_host import adopt, borrow, guards, lease, patch, procid, serve, state
+from hsx_host import adopt, borrow, guards, lease, leftovers, patch, procid, serve, state
 from hsx_host.contract import Lease, RestoreReport, RunSpec, ServerFacts
 from hsx_host.errors import BadInput, HsxError
 from hsx_host.procid import ProcId
@@ -68,6 +68,7 @@ def by_hand(spec: RunSpec, *, everybody: bool) -> RestoreReport:
         current = state.read_server(spec)
         if current is not None and current.mode == "production":
             patch.revert(spec)
+    leftovers.remove(spec)
     if (left := lease.read(spec)) is not None and lease.lapsed(left):
         lease.release(spec, left)
     return proved(spec, facts)

@@ -95,6 +95,17 @@ def mode_now(spec: RunSpec) -> str:
     return server.mode if here and procid.alive(ProcId(server.pid, server.start)) else "stopped"
 
 
+def note_production(spec: RunSpec) -> None:
+    """Record the production server that its owner started, before it is borrowed: what it runs with is what comes back,
+    also where it dies before it is stopped. Refused where it is not the profile's, or a stranger holds its port."""
+    if mode_now(spec) in ("production", "extraction"):
+        return
+    with state.transition(spec, wait_s=30.0, goal="production"):
+        found = adopt.production(spec) if mode_now(spec) in ("unknown", "stopped") else None
+        if found is not None and not found.spool:
+            launch.adopted(spec, found, spec.production.port)
+
+
 def recorded_facts(spec: RunSpec) -> ServerFacts:
     """What the record says, whether or not that server lives."""
     server = state.read_server(spec)

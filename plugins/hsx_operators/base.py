@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 POOL = "hsx_gpu_host"
 _JOB_KEY = "job_id"
+#: The runner on the host ends a job at its deadline; the trigger does where the runner is gone.
+HOST_FIRST_S = 60.0
 
 
 class HostVerbOperator(BaseOperator):
@@ -35,7 +37,7 @@ class HostVerbOperator(BaseOperator):
     the task, over one connection.
 
     :param plan_task_id: the task whose XCom ``run`` says where the host is and which plan is frozen there.
-    :param job_timeout: a detached job is killed after this time; None lets it run.
+    :param job_timeout: a detached job is ended after this time, by its runner on the host too; None lets it run.
     """
 
     result_type: ClassVar[type[Any]]
@@ -43,7 +45,7 @@ class HostVerbOperator(BaseOperator):
     inline_timeout_s: ClassVar[float] = 600.0
     #: How long a job is watched from the worker before the task defers.
     patience_s: ClassVar[float] = 8.0
-    default_retries: ClassVar[int] = 3
+    default_retries: ClassVar[int] = 4
     default_policy: ClassVar[HostRetryPolicy] = HOST_RETRIES
     ui_color = "#dde8f5"
 
@@ -101,7 +103,8 @@ class HostVerbOperator(BaseOperator):
         # Kept before the start: a worker that dies in between must not lead to a second copy.
         store.set(_JOB_KEY, job_id)
         self._job = (host, job_id)
-        status = hook.job_start(job_id, verb, spec_path=host["spec_path"])
+        limit = self.job_timeout.total_seconds() if self.job_timeout else 0.0
+        status = hook.job_start(job_id, verb, spec_path=host["spec_path"], deadline_s=limit)
         self.log.info("%s the job %s (pid %d)", "found" if known else "started", job_id, status.pid)
         told = self.told(host, verb)
         tell(context, told)
@@ -116,7 +119,7 @@ class HostVerbOperator(BaseOperator):
                 job_id=job_id,
                 offset=offset,
                 told=told.document(),
-                deadline=time.time() + self.job_timeout.total_seconds() if self.job_timeout else 0.0,
+                deadline=time.time() + limit + HOST_FIRST_S if limit else 0.0,
             ),
             method_name="execute_complete",
             kwargs=kept,
@@ -126,9 +129,10 @@ class HostVerbOperator(BaseOperator):
         self, hook: GpuHostHook, host: dict[str, Any], job_id: str, told: Told
     ) -> tuple[dict[str, Any] | None, int]:
         """The end of a job that takes seconds, without a detour over the triggerer; else None and the log's offset."""
-        tail, offset, until = "", 0, time.monotonic() + self.patience_s
+        tail, offset, until, resume = "", 0, time.monotonic() + self.patience_s, True
         while True:
-            status = hook.job_poll(job_id, spec_path=host["spec_path"], offset=offset)
+            status = hook.job_poll(job_id, spec_path=host["spec_path"], offset=offset, resume=resume)
+            resume = False
             offset, tail = status.offset, (tail + status.log)[-TAIL_CHARS:]
             for line in human_lines(told.hear(status.log)):
                 self.log.info("%s", line)

@@ -150,13 +150,20 @@ class GpuHostHook:
         rc, out, err = self._execute(command, timeout_s, show)
         return parse_answer(cls, verb[0], rc, out, err, self.python)
 
-    def job_start(self, job_id: str, verb: Sequence[str], *, spec_path: str) -> c.JobStatus:
-        """Start ``verb`` detached on the host, or find the job that already bears this id."""
-        return self.run_verb(c.JobStatus, ["job", "start", job_id, "--", *verb], spec_path=spec_path)
+    def job_start(self, job_id: str, verb: Sequence[str], *, spec_path: str, deadline_s: float = 0.0) -> c.JobStatus:
+        """Start ``verb`` detached on the host, or find the job that already bears this id.
 
-    def job_poll(self, job_id: str, *, spec_path: str, offset: int = 0) -> c.JobStatus:
-        """What became of a job; renews the lease of the spec's run."""
-        verb = ["job", "poll", job_id, "--offset", str(offset)]
+        :param deadline_s: its runner ends it after so many seconds, whoever asks or doesn't; 0 lets it run.
+        """
+        limit = ["--deadline", f"{deadline_s:.0f}"] if deadline_s else []
+        return self.run_verb(c.JobStatus, ["job", "start", job_id, *limit, "--", *verb], spec_path=spec_path)
+
+    def job_poll(self, job_id: str, *, spec_path: str, offset: int = 0, resume: bool = False) -> c.JobStatus:
+        """What became of a job; renews the lease of the spec's run.
+
+        :param resume: leave out the log that an earlier reader has shown.
+        """
+        verb = ["job", "poll", job_id, "--offset", str(offset), *(["--resume"] if resume else [])]
         return self.run_verb(c.JobStatus, verb, spec_path=spec_path, quiet=True)
 
     def job_kill(self, job_id: str, *, spec_path: str, grace_s: float = 30.0) -> c.JobStatus:

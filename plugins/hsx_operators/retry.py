@@ -23,6 +23,8 @@ NEVER: list[type[BaseException] | str] = [
     e.HostGarbage,
 ]
 
+LONGEST_DELAY = timedelta(minutes=5)
+
 
 class HostRetryPolicy(ExceptionRetryPolicy):
     """Bad input, refusals and wrong keys fail at once; a busy host and SSH trouble are waited for.
@@ -31,7 +33,8 @@ class HostRetryPolicy(ExceptionRetryPolicy):
     DAG is parsed): beyond it the task fails although ``retries`` would allow more. A clear starts the count again.
 
     :param again: delay after exit 75 (the host is held, a server died).
-    :param unreachable: delay after an SSH failure.
+    :param unreachable: delay after the first SSH failure; it doubles with each try, so that few tries outlast an outage
+        of minutes.
     """
 
     def __init__(
@@ -51,13 +54,17 @@ class HostRetryPolicy(ExceptionRetryPolicy):
         self, exception: BaseException, try_number: int, max_tries: int, context: Context | None = None
     ) -> RetryDecision:
         allowed = getattr(exception, "allowed_retries", None)
-        if allowed is not None and context is not None:
+        used = 0
+        if context is not None:
             # ``max_tries`` grows with every clear, so what is left of it tells the retries of this round.
-            retries = int(context["task"].retries or 0)
-            used = retries - (max_tries - try_number) - 1
-            if used >= allowed:
+            used = int(context["task"].retries or 0) - (max_tries - try_number) - 1
+            if allowed is not None and used >= allowed:
                 return RetryDecision.fail(reason=f"the profile allows {allowed} retries of a shard")
-        return super().evaluate(exception, try_number, max_tries, context)
+        decision = super().evaluate(exception, try_number, max_tries, context)
+        if isinstance(exception, e.HostUnreachable) and decision.retry_delay is not None:
+            delay = min(decision.retry_delay * 2 ** max(used, 0), LONGEST_DELAY)
+            return RetryDecision.retry(delay, decision.reason)
+        return decision
 
 
 #: Steps in front of and around the borrowed host.

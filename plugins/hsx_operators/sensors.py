@@ -96,7 +96,7 @@ class ServerHealthSensor(BaseSensorOperator):
         timeout: timedelta | float = 900.0,
         **kwargs: Any,
     ) -> None:
-        kwargs.setdefault("retries", 2)
+        kwargs.setdefault("retries", 4)
         kwargs.setdefault("retry_delay", timedelta(seconds=30))
         kwargs.setdefault("retry_policy", HOST_RETRIES)
         kwargs.setdefault("pool", POOL)

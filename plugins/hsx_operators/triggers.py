@@ -165,8 +165,10 @@ class HostJobTrigger(HostTrigger):
     async def _watch(self) -> dict[str, Any]:
         tail, wait = "", FIRST_POLL_S
         told = Told(self.host["ssh_conn_id"], ["job"], kept=self.told)
+        resume = ["--resume"]  # a restarted triggerer has the offset of the task's deferral: the host knows better
         while True:
-            status = await self.patient(c.JobStatus, ["job", "poll", self.job_id, "--offset", str(self.offset)])
+            ask = ["job", "poll", self.job_id, "--offset", str(self.offset), *resume]
+            status, resume = await self.patient(c.JobStatus, ask), []
             self.offset = status.offset
             for line in human_lines(told.hear(status.log)):
                 self.log.info("%s", line)
@@ -190,6 +192,8 @@ class HostJobTrigger(HostTrigger):
 
 def ended(status: c.JobStatus, log_tail: str) -> dict[str, Any]:
     """The event for a job that no longer runs."""
+    if status.rc == c.JOB_DEADLINE:
+        return {"end": "deadline", "log_tail": log_tail}
     if status.state == "done":
         return {"end": "done", "rc": status.rc, "document": status.document, "log_tail": log_tail}
     return {"end": "died", "log_tail": log_tail}

@@ -96,8 +96,8 @@ def test_trigger_streams_the_log_and_tells_a_refusal(
     assert "Refused: " in log
     shown = capsys.readouterr().out
     assert all(line in shown for line in log.splitlines())
-    # an offset that was kept isn't shown again
-    event_of(HostJobTrigger(host, "refused", offset=len(log.encode())))
+    # a restarted triggerer makes the trigger anew, as the task deferred it: what was shown isn't shown again
+    assert event_of(HostJobTrigger(host, "refused", offset=0))["rc"] == 3
     assert log.splitlines()[0] not in capsys.readouterr().out
 
 
@@ -191,6 +191,13 @@ def test_deadline_ends_the_remote_job(hook: GpuHostHook, host: dict[str, Any], h
         job = hook.job_start("late", WAITS, spec_path=host["spec_path"])
         assert event_of(HostJobTrigger(host, "late", deadline=time.time() - 1))["end"] == "deadline"
         assert gone(job.pid)
+
+
+def test_deadline_ends_the_job_where_nobody_asks(hook: GpuHostHook, host: dict[str, Any], home: Path) -> None:
+    with transition_held(home):
+        hook.job_start("alone", WAITS, spec_path=host["spec_path"], deadline_s=2.0)
+        until(lambda: (home / "jobs" / "alone" / "rc").exists(), 60)
+        assert event_of(HostJobTrigger(host, "alone"))["end"] == "deadline"
 
 
 def test_trigger_survives_its_own_serialization(host: dict[str, Any]) -> None:

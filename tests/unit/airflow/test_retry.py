@@ -11,6 +11,7 @@ from airflow.sdk import RetryAction
 
 from hsx_host.contract import ErrorDoc
 from hsx_operators import errors as e
+from hsx_operators.base import HostVerbOperator
 from hsx_operators.retry import HostRetryPolicy
 
 DOC = ErrorDoc(kind="again", message="m")
@@ -46,6 +47,14 @@ def test_trouble_that_passes_is_waited_for(error: Exception, delay: int) -> None
     decision = decide(error)
     assert decision.action is RetryAction.RETRY
     assert decision.retry_delay == timedelta(seconds=delay)
+
+
+def test_an_outage_of_minutes_is_outlasted_by_the_tries_of_a_step() -> None:
+    policy = HostRetryPolicy()
+    retries = HostVerbOperator.default_retries
+    context = cast(Any, {"task": SimpleNamespace(retries=retries)})
+    delays = [policy.evaluate(e.HostUnreachable("m"), n, retries, context).retry_delay for n in range(1, retries + 1)]
+    assert [d.total_seconds() for d in delays if d] == [30, 60, 120, 240]
 
 
 def test_a_bug_is_left_to_the_task() -> None:

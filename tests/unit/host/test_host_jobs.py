@@ -221,3 +221,41 @@ def _catches_sigterm(runner: int) -> bool:
         caught = int(next(x for x in status.splitlines() if x.startswith("SigCgt")).split()[1], 16)
         return bool(caught >> (signal.SIGTERM - 1) & 1)
     return False
+
+
+def test_a_verb_whose_runner_was_killed_is_still_the_job(spec: c.RunSpec, tmp_path: Path) -> None:
+    """No second copy beside it, and it can be ended."""
+    path, command = guard_command(spec, tmp_path)
+    first = verb("job", "start", "j", "--spec", path, "--", *command)
+    child = wait_for(lambda: psutil.Process(first["pid"]).children())[0]
+    os.kill(first["pid"], signal.SIGKILL)
+    wait_for(lambda: procid.start_ticks(first["pid"]) is None)
+    assert jobs.poll(spec, "j", 0).state == "running"
+    assert verb("job", "start", "j", "--again", "--spec", path, "--", *command)["state"] == "running"
+    assert events(spec).count("job started") == 1
+    assert jobs.kill(spec, "j", 10.0).state != "running"
+    wait_for(lambda: procid.start_ticks(child.pid) is None)
+
+
+def test_the_deadline_is_the_host_s_too(spec: c.RunSpec, tmp_path: Path) -> None:
+    """Nobody asks about the job, and it ends."""
+    path, command = guard_command(spec, tmp_path)
+    verb("job", "start", "j", "--deadline", "3", "--spec", path, "--", *command)
+    done = wait_for(lambda: Path(spec.host.home, "jobs", "j", "rc").exists() and jobs.poll(spec, "j", 0))
+    assert (done.state, done.rc) == ("done", c.JOB_DEADLINE)
+    assert "deadline of 3 s has passed" in done.log
+    wait_for(lambda: procid.start_ticks(done.pid) is None)
+
+
+def test_a_reader_goes_on_where_the_last_one_stopped(spec: c.RunSpec) -> None:
+    where = state.folder(spec, "jobs", "j")
+    me = procid.identify(os.getpid())
+    assert me is not None
+    state.write_document(where / "job.json", jobs.JobRecord("j", me.pid, me.start, procid.boot_id(), "r", [], 0.0))
+    (where / "stderr").write_text("one\ntwo\n")
+    first = jobs.poll(spec, "j", 0, resume=True)
+    assert first.log == "one\ntwo\n"
+    jobs.poll(spec, "j", first.offset)  # says that all before it was shown
+    (where / "stderr").write_text("one\ntwo\nthree\n")
+    assert jobs.poll(spec, "j", 0, resume=True).log == "three\n"
+    assert jobs.poll(spec, "j", 0).log == "one\ntwo\nthree\n"

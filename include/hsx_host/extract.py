@@ -26,9 +26,17 @@ from hsx_host.contract import PlanResult, RunSpec, ShardSummary
 from hsx_host.dataset import Sample
 from hsx_host.errors import BadInput, Refused, TryAgain
 from hsx_host.fingerprint import DatasetSemantics, opened
-from hsx_host.manifest import Failed, Ledger, Published, remove_leftovers, resume, rewrite
+from hsx_host.manifest import (
+    Failed,
+    Ledger,
+    Published,
+    remove_leftovers,
+    remove_second_manifests,
+    resume,
+    rewrite,
+)
 from hsx_host.progress import Progress, log
-from hsx_host.shards import ShardFiles, ShardInput, read_input, shard_name, sync_folder
+from hsx_host.shards import ShardFiles, ShardInput, read_input, shard_ids, shard_name, sync_folder
 
 HELP = "extract one shard: resumable, concurrent, self-checking"
 
@@ -109,6 +117,7 @@ class _Shard:
         self._published = resume(self._dataset, self._files.manifest, hashes, log)
         shutil.rmtree(self._files.tmp, ignore_errors=True)
         gone = remove_leftovers(self._folder, self._dataset, self._names, self._published)
+        gone += [*remove_second_manifests(self._files.manifest), *self._strangers()]
         if gone:
             log(f"removed {len(gone)} files that are not in the manifest: {', '.join(gone[:5])}")
         todo = [i for i, row in enumerate(self._input.rows.tolist()) if row not in self._published]
@@ -116,6 +125,16 @@ class _Shard:
             rewrite(self._files.failures, [])
         lengths = self._input.offsets[1:] - self._input.offsets[:-1]
         return sorted(todo, key=lambda i: -int(lengths[i]))
+
+    def _strangers(self) -> list[str]:
+        """Remove files that would be trained on and belong to no row of the data set (another run's leftovers)."""
+        rows = range(shard_ids(self._dataset)[-1] * self._meaning.shard_size + self._meaning.shard_size)
+        known, ending = {self._form.file_name(row) for row in rows}, Path(self._form.file_name(0)).suffix
+        found = [p for p in self._folder.iterdir() if p.is_file() and p.suffix in (ending, ".tmp", ".part")]
+        strangers = [p for p in found if p.name not in known]
+        for path in strangers:
+            path.unlink()
+        return [path.name for path in strangers]
 
     def _without_guilty(self, todo: list[int]) -> list[int]:
         """Samples known to kill the server go to the ledger unasked."""

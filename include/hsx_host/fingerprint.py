@@ -133,7 +133,7 @@ def settle(folder: Path, meaning: DatasetSemantics, *, write: bool) -> None:
             write_document(folder / "dataset.json", meaning)
         return
     there, here = asdict(found), asdict(meaning)
-    for name in there:
+    for name in sorted(there, key="dataset_id".__eq__):  # the id last: it follows from the others
         if there[name] != here[name]:
             raise Refused(
                 f"the data set in {folder} was made with {name} = {there[name]!r}",

@@ -6,6 +6,7 @@ name; a file without a line does not count, and a line whose file is missing or 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -44,7 +45,16 @@ class Failed:
     time: float
 
 
-Line = TypeVar("Line", Published, Failed)
+@dataclass(frozen=True)
+class Damaged:
+    """One line of ``damaged.jsonl``: what ``verify`` found wrong with the file that the try ``rid`` published."""
+
+    index: int
+    rid: str
+    reason: str
+
+
+Line = TypeVar("Line", Published, Failed, Damaged)
 
 
 class Ledger(Generic[Line]):
@@ -71,10 +81,11 @@ class Ledger(Generic[Line]):
         os.close(self._fd)
 
 
-def read_lines(path: Path, cls: type[Line]) -> tuple[list[Line], bool]:
-    """Every whole line, and whether the last one was only half written (a crash) and left out.
+def read_lines(path: Path, cls: type[Line], *, repair: bool = False) -> tuple[list[Line], bool]:
+    """Every whole line, and whether any was left out: the last one, only half written (a crash), and with ``repair``
+    any that is cut.
 
-    :raises Refused: where any other line can't be read: then the file was changed by something else than hsx.
+    :raises Refused: where another line can't be read: it is cut, or no line of this version of hsx.
     """
     try:
         data = path.read_bytes()
@@ -86,13 +97,24 @@ def read_lines(path: Path, cls: type[Line]) -> tuple[list[Line], bool]:
         try:
             lines.append(decode(cls, line))
         except ContractError as e:
+            if repair and not _is_json(line):
+                half = line
+                continue
             raise Refused(
                 f"line {number + 1} can't be read: {e}",
                 field=path.name,
                 value=path,
-                fix="restore the file, or move the shard's folder away and extract it again",
+                fix="extract the shard again: cut lines are dropped; a line of another version of hsx is not",
             ) from None
     return lines, bool(half)
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 def newest(lines: Iterable[Line]) -> dict[int, Line]:
@@ -122,23 +144,55 @@ def standing(dataset: Path, line: Published, ids_hash: bytes | None) -> str:
 def resume(dataset: Path, path: Path, hashes: dict[int, bytes], say: Callable[[str], None]) -> dict[int, Published]:
     """What counts as published of a shard; every other line leaves the manifest (rewritten atomically where needed).
 
+    So does a line whose file ``verify`` found damaged (``damaged.jsonl``), which is then forgotten.
+
     :param hashes: identity by row, of the plan.
     :param say: told of each line that was dropped, and why.
     """
-    lines, half = read_lines(path, Published)
+    lines, half = read_lines(path, Published, repair=True)
     known = newest(lines)
+    listed = damaged_path(path)
+    damaged = {(d.index, d.rid): d.reason for d in read_lines(listed, Damaged, repair=True)[0]}
     good = {}
     for row, line in known.items():
-        why = standing(dataset, line, hashes.get(row))
+        why = standing(dataset, line, hashes.get(row)) or damaged.get((row, line.rid), "")
         if why:
             say(f"row {row} {why}: it leaves the manifest")
         else:
             good[row] = line
     if half:
-        say("the manifest's last line was half written: it is dropped")
+        say("a line of the manifest was half written: it is dropped")
     if half or len(good) != len(lines):
         rewrite(path, good.values())
+    listed.unlink(missing_ok=True)
     return good
+
+
+def damaged_path(manifest: Path) -> Path:
+    """``damaged.jsonl`` beside a shard's manifest."""
+    return manifest.with_name("damaged.jsonl")
+
+
+def note_damaged(manifest: Path, found: Iterable[tuple[Published, str]]) -> None:
+    """Remember published samples whose files are wrong, for the next ``resume`` of their shard."""
+    ledger: Ledger[Damaged] = Ledger(damaged_path(manifest))
+    for line, reason in found:
+        ledger.append(Damaged(line.index, line.rid, reason))
+    ledger.close()
+
+
+def remove_second_manifests(manifest: Path) -> list[str]:
+    """Remove what stands beside a manifest and could be taken for it: copies, a killed writer's temporary files."""
+    known = {manifest, damaged_path(manifest)}
+    found = [p for p in manifest.parent.iterdir() if p.is_file() and p not in known and is_second_manifest(p)]
+    for path in found:
+        path.unlink()
+    return sorted(path.name for path in found)
+
+
+def is_second_manifest(path: Path) -> bool:
+    """Whether a file of a shard's folder could be taken for its manifest, or is a document's half-written next one."""
+    return path.name != "manifest.jsonl" and ("manifest" in path.name or path.suffix == ".tmp")
 
 
 def remove_leftovers(folder: Path, dataset: Path, rows: dict[int, str], published: dict[int, Published]) -> list[str]:

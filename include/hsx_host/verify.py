@@ -19,7 +19,16 @@ from hsx_host import formats, proof, state
 from hsx_host.contract import PlanResult, RunSpec, VerifyReport
 from hsx_host.errors import Refused, TryAgain
 from hsx_host.fingerprint import DatasetSemantics, opened
-from hsx_host.manifest import Published, failures, newest, read_lines, standing
+from hsx_host.manifest import (
+    Published,
+    damaged_path,
+    failures,
+    is_second_manifest,
+    newest,
+    note_damaged,
+    read_lines,
+    standing,
+)
 from hsx_host.progress import Progress
 from hsx_host.shards import ShardFiles, read_input, shard_ids
 
@@ -62,7 +71,7 @@ def insist(report: VerifyReport, dataset: Path) -> None:
         f"{text}, and files are wrong: " + "; ".join(report.problems[:_NAMED]),
         field="manifest.jsonl",
         value=dataset,
-        fix="remove the named files and extract their shards again",
+        fix="extract their shards again: the damaged samples are redone; remove files that are in no manifest",
     )
 
 
@@ -119,16 +128,19 @@ def check(spec: RunSpec, dataset: Path, meaning: DatasetSemantics, *, deep: bool
     lines = [found.published[row] for row in sorted(found.published)]
     progress = Progress("verify", len(lines))
     tokens = size = 0
+    damaged: dict[int, str] = {}
     with ThreadPoolExecutor(_READERS) as pool:  # zlib and reads release the interpreter's lock
         results = pool.map(lambda line: _file_wrong(dataset, line, form, shape, deep), lines)
         for done, (line, why) in enumerate(zip(lines, results, strict=True), start=1):
             if why:
+                damaged[line.index] = why
                 problems.append(f"row {line.index}: {line.file}: {why}")
             tokens, size = tokens + line.tokens, size + line.bytes
             progress.update(done, tokens=tokens, bytes=size)
     chosen = proof.seeded(lines, spec.data.proof_samples, meaning.dataset_id)
     _, unproved = proof.prove_published(spec.model.path, dataset, meaning, chosen)
     problems += [f"row {row}: {why}" for row, why in unproved.items()]
+    _remember(dataset, meaning, found, damaged | unproved)
     named = problems[: _NAMED - 2]
     if len(problems) > len(named):
         named[-1] = f"{named[-1]} (and {len(problems) - len(named)} more)"
@@ -149,6 +161,13 @@ def check(spec: RunSpec, dataset: Path, meaning: DatasetSemantics, *, deep: bool
         proved=len(chosen) - len(unproved),
         problems=named,
     )
+
+
+def _remember(dataset: Path, meaning: DatasetSemantics, found: Census, damaged: dict[int, str]) -> None:
+    """Damaged samples leave the manifest when their shard is extracted the next time."""
+    for shard in sorted({row // meaning.shard_size for row in damaged}):
+        rows = [row for row in damaged if row // meaning.shard_size == shard]
+        note_damaged(ShardFiles(dataset, shard).manifest, [(found.published[row], damaged[row]) for row in rows])
 
 
 def _file_wrong(dataset: Path, line: Published, form: formats.DirectFormat, shape: formats.Shape, deep: bool) -> str:
@@ -179,6 +198,11 @@ def _strays(
     spec: RunSpec, dataset: Path, form: formats.DirectFormat, meaning: DatasetSemantics, found: Census
 ) -> Iterator[str]:
     """Files in the format's folder that no manifest names. Rows of shards out of scope belong to other runs."""
+    for shard in shard_ids(dataset):
+        manifest = ShardFiles(dataset, shard).manifest
+        for path in sorted(manifest.parent.iterdir()):
+            if is_second_manifest(path) and path != damaged_path(manifest):
+                yield f"{path.relative_to(dataset)} stands beside the manifest"
     folder = dataset / form.FOLDER
     kept = {dataset / line.file for line in found.published.values()} | {folder / name for name in _SIDE_FILES}
     if spec.data.shards:

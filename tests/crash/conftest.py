@@ -1,0 +1,34 @@
+"""Crashes at seeded moments, on real SGLang: ``HSX_CRASH_MOMENTS`` a kind of crash (1; ``make test-crash``: 30).
+
+The parts that start servers and build models are those of ``tests/system``.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "system"))
+
+import crashes
+import models
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """End on SIGTERM as on Ctrl-C: fixtures are torn down, so no server outlives the tests."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What was measured: how many crashes struck, and how many files were the same to the bit afterwards."""
+    for line in crashes.table():
+        terminalreporter.write_line(line)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random llama checkpoint: 8 blocks, hidden 96, bf16."""
+    return models.build("llama", tmp_path_factory.mktemp("tiny") / "llama")

@@ -1,0 +1,185 @@
+"""Whatever happens to a data set's files: ``verify`` names it, and the next ``extract`` of the shard repairs it."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import host_data as h
+import pytest
+import torch
+from host_stand_in import StandIn
+from safetensors.torch import save_file
+
+from hsx_host import borrow, extract, fingerprint, plan, proof, verify
+from hsx_host import contract as c
+from hsx_host.errors import HsxError, Refused
+from hsx_host.formats import speculators_v1 as v1
+from hsx_host.shards import ShardFiles
+
+
+@pytest.fixture
+def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[c.RunSpec, StandIn]]:
+    """Two extracted shards of four samples, from the stand-in."""
+    (tmp_path / "spool").mkdir()
+    server = StandIn(tmp_path / "spool")
+    spec = h.make_spec(tmp_path, h.write_lines(tmp_path / "d.jsonl", h.samples(8)), shard_size=4)
+    plan.run(spec, Namespace(dry_run=False))
+    weight = {"weight": torch.ones(h.HIDDEN).bfloat16(), "eps": torch.tensor([1e-5], dtype=torch.float64)}
+    save_file(weight, server.spool / proof.NORM_FILE)
+    prover = proof.NextToken(spec.model.path, server.spool / proof.NORM_FILE)
+    head = torch.from_numpy(prover.head.rows(0, h.VOCAB))
+    server.next_token = lambda last: int((head @ prover.normed(last).float()).argmax())
+
+    @contextmanager
+    def borrowed(given: c.RunSpec) -> Iterator[None]:
+        yield
+
+    monkeypatch.setattr(borrow, "extraction_server", borrowed)
+    monkeypatch.setattr(extract, "live_engine", lambda given: server.engine())
+    monkeypatch.setattr(extract, "ready_norm_class", lambda spool: "RMSNorm")
+    for shard in (0, 1):
+        extract.run(spec, Namespace(shard=shard))
+    yield spec, server
+    server.close()
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as f:
+        f.seek(at)
+        byte = f.read(1)
+        f.seek(at)
+        f.write(bytes([byte[0] ^ 1]))
+
+
+def inside(dataset: Path, plane: str) -> int:
+    return v1.check(dataset / "v1/data_2.pt", 7, h.SHAPE)[1][plane][0] + 11
+
+
+def second_manifest(dataset: Path) -> None:
+    source = ShardFiles(dataset, 0).manifest
+    source.with_name("manifest copy.jsonl").write_bytes(source.read_bytes())
+
+
+def other_shards_lines(dataset: Path) -> None:
+    first, second = ShardFiles(dataset, 0).manifest, ShardFiles(dataset, 1).manifest
+    with first.open("ab") as f:
+        f.write(second.read_bytes())
+
+
+def cut_line(dataset: Path, number: int) -> None:
+    path = ShardFiles(dataset, 0).manifest
+    lines = path.read_bytes().splitlines(keepends=True)
+    cut = lines[number][: len(lines[number]) // 2]
+    lines[number] = cut + (b"\n" if number < len(lines) - 1 else b"")
+    path.write_bytes(b"".join(lines))
+
+
+def header_of_another(dataset: Path) -> None:
+    path = dataset / "v1/data_2.pt"
+    path.unlink()
+    h.sample_file(path, [1] * 7, [1] * 7, h.states(7, seed=5))
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str, int]] = {
+    "cut file": (lambda d: os.truncate(d / "v1/data_2.pt", 3000), "row 2 has a file of 3000 bytes", 1),
+    "empty file": (lambda d: os.truncate(d / "v1/data_2.pt", 0), "row 2 has a file of 0 bytes", 1),
+    "missing file": (lambda d: (d / "v1/data_2.pt").unlink(), "row 2 has no file v1/data_2.pt", 1),
+    "flipped bit in a plane": (
+        lambda d: flip(d / "v1/data_2.pt", inside(d, "layer_3")), "layer_3 does not match its checksum", 1
+    ),
+    "flipped bit in the ids": (
+        lambda d: flip(d / "v1/data_2.pt", inside(d, "input_ids")), "input_ids does not match its checksum", 1
+    ),
+    "flipped bit in the mask": (
+        lambda d: flip(d / "v1/data_2.pt", inside(d, "loss_mask")), "loss_mask does not match its checksum", 1
+    ),
+    "another sample's file": (header_of_another, "row 2: v1/data_2.pt: its header has other checksums", 1),
+    "last line cut": (lambda d: cut_line(d, 3), "is in no manifest", 1),
+    "a line in the middle cut": (lambda d: cut_line(d, 1), "line 2 can't be read", 1),
+    "no manifest": (lambda d: ShardFiles(d, 0).manifest.unlink(), "is in no manifest", 4),
+    "two manifests": (second_manifest, "shards/00000/manifest copy.jsonl stands beside the manifest", 0),
+    "another shard's lines": (other_shards_lines, "row 4 is published, but is not in the plan", 0),
+    "a killed writer's file": (
+        lambda d: (ShardFiles(d, 0).folder / ".manifest.jsonl.77.tmp").write_text("x"),
+        ".manifest.jsonl.77.tmp stands beside", 0,
+    ),
+    "another run's leftover": (lambda d: (d / "v1/data_99.pt").write_bytes(b"x"), "v1/data_99.pt is in no manifest", 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_is_named_and_repaired(whole: tuple[c.RunSpec, StandIn], fault: str) -> None:
+    spec, server = whole
+    dataset, _ = fingerprint.opened(spec)
+    assert verify.run(spec, Namespace(deep=True)).ok
+    before = {p.name: p.read_bytes() for p in (dataset / "v1").iterdir()}
+    spoil, words, redone = FAULTS[fault]
+    spoil(dataset)
+    with pytest.raises(HsxError) as told:
+        verify.run(spec, Namespace(deep=True))
+    assert words in str(told.value)
+    asked = len(server.rids)
+    assert extract.run(spec, Namespace(shard=0)).extracted == redone
+    assert len(server.rids) == asked + redone, "more than the damaged samples was redone"
+    report = verify.run(spec, Namespace(deep=True))
+    assert (report.ok, report.samples) == (True, 8)
+    assert {p.name: p.read_bytes() for p in (dataset / "v1").iterdir()} == before
+    assert sorted(p.name for p in ShardFiles(dataset, 0).folder.iterdir()) == [
+        "failures.jsonl", "input.safetensors", "lock", "manifest.jsonl",
+    ]  # fmt: skip
+
+
+def test_a_line_of_another_version_is_not_dropped(whole: tuple[c.RunSpec, StandIn]) -> None:
+    """A newer hsx may have written it: a day's work is not thrown away without a word."""
+    spec, _ = whole
+    manifest = ShardFiles(fingerprint.opened(spec)[0], 0).manifest
+    manifest.write_bytes(manifest.read_bytes().replace(b'"version":1', b'"version":2'))
+    before = manifest.read_bytes()
+    with h.refuses(Refused, "manifest.jsonl", "line 1 can't be read", "version 2"):
+        extract.run(spec, Namespace(shard=0))
+    assert manifest.read_bytes() == before
+
+
+OTHER = {
+    "capture.layers": lambda s: replace(s, capture=replace(s.capture, layers=[1, 3, 5])),
+    "model.revision": lambda s: replace(s, model=replace(s.model, revision="r2")),
+    "capture.dtype": lambda s: replace(s, capture=replace(s.capture, dtype="float16")),
+}
+
+
+@pytest.mark.parametrize("field", OTHER)
+def test_other_settings_are_another_data_set(whole: tuple[c.RunSpec, StandIn], field: str) -> None:
+    """Another fingerprint, so another folder; and where a folder is given that name by hand, a refusal by field."""
+    spec, _ = whole
+    dataset, _ = fingerprint.opened(spec)
+    other = OTHER[field](spec)
+    meaning = fingerprint.semantics(other)
+    assert meaning.dataset_id != dataset.name
+    moved = dataset.with_name(meaning.dataset_id)
+    dataset.rename(moved)
+    with h.refuses(Refused, field):
+        plan.run(other, Namespace(dry_run=False))
+    with h.refuses(Refused, field):
+        extract.run(other, Namespace(shard=0))
+    with h.refuses(Refused, field):
+        verify.run(other, Namespace(deep=False))
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("model_weights_sha256", "model.path"), ("engine_version", "sglang"), ("norm_eps", "model.path")],
+)
+def test_other_weights_engine_and_norm_are_named(whole: tuple[c.RunSpec, StandIn], name: str, field: str) -> None:
+    spec, _ = whole
+    dataset, meaning = fingerprint.opened(spec)
+    value = 0.5 if name == "norm_eps" else "another"
+    from hsx_host import state
+
+    state.write_document(dataset / "dataset.json", replace(meaning, **{name: value}))
+    with pytest.raises(Refused, match=name):
+        extract.run(spec, Namespace(shard=0))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
+from typing import Any
+from zoneinfo import ZoneInfo
 
-from airflow.sdk import DAG, Param, XComArg
+from airflow.sdk import DAG, BaseOperator, CronTriggerTimetable, Param, TaskGroup, TriggerRule, XComArg
 
 from hsx_operators.disk import ApproveCleanupOperator, CleanupOldStatesOperator, DiskSpaceOperator
 from hsx_operators.extraction import (
@@ -14,8 +15,10 @@ from hsx_operators.extraction import (
     TrainingHandoffOperator,
     VerifyDatasetOperator,
 )
+from hsx_operators.fleet import ReassignOperator, ShareOperator
+from hsx_operators.hosts import DAG_ID, TAKE_OVER, dag_id_of
 from hsx_operators.plan import GateOperator, PlanOperator
-from hsx_operators.profile import FORMATS, default_profile, list_profiles
+from hsx_operators.profile import FORMATS, Nightly, default_profile
 from hsx_operators.sensors import ServerHealthSensor
 from hsx_operators.servers import (
     AcquireHostOperator,
@@ -25,6 +28,7 @@ from hsx_operators.servers import (
     StartServerOperator,
     StopServerOperator,
 )
+from hsx_operators.shapes import HostShape, Shape, shapes
 from hsx_operators.spec import AS_PROFILE
 from hsx_operators.verdict import VerdictOperator
 
@@ -41,18 +45,15 @@ Clear it (with *downstream*): only its missing samples are extracted; the host i
 Or trigger a run with `shards` = `3,7-9`.
 
 ### Every night
-Set `HSX_SCHEDULE` (a cron line) where Airflow's processes see it. A night with nothing new leaves production alone.
+A profile with `nightly.schedule` has a DAG of its own that runs by it. A night with nothing new leaves production
+alone.
+
+### Several hosts
+A profile that lists `hosts` has a DAG of its own with one group of tasks a host: each is borrowed and given back by
+itself. Shards are spread over them; `reassign` hands what a failed host left to the others (`take_over`).
 """
 
 PARAMS = {
-    "profile": Param(
-        default_profile(),
-        type="string",
-        enum=list_profiles(),
-        title="Profile",
-        description="The host and model: one of include/profiles, or of the folder that $HSX_PROFILES names.",
-        section="What",
-    ),
     "dataset": Param(
         "",
         type="string",
@@ -109,49 +110,134 @@ PARAMS = {
     ),
 }
 
-with DAG(
-    dag_id="hsx_extraction",
-    description="EAGLE-3 hidden states from a borrowed SGLang host, proved, and the host given back",
-    doc_md=DOC,
-    schedule=os.environ.get("HSX_SCHEDULE") or None,
-    start_date=datetime(2026, 1, 1, tzinfo=UTC),
-    catchup=False,
-    max_active_runs=1,  # one server state a host; the pool (one slot) and the lease on the host guard it too
-    params=PARAMS,
-    tags=["hsx", "eagle3", "sglang"],
-    default_args={"owner": "hsx", "execution_timeout": timedelta(hours=2)},
-    render_template_as_native_obj=True,
-) as dag:
-    plan = PlanOperator(task_id="plan")
-    run, planned, shards = XComArg(plan, "run"), XComArg(plan, "plan"), XComArg(plan, "shards")
-    disk_check = DiskSpaceOperator(task_id="disk_check")
-    gate = GateOperator(task_id="gate", run=run, plan=planned, shards=shards, disk=disk_check.output)
-    # Asked for before the host is borrowed, so that production never waits for a person.
-    approve_cleanup = ApproveCleanupOperator(task_id="approve_cleanup", disk=disk_check.output, run=run)
-    benchmark_before = BenchmarkOperator(task_id="benchmark_before", phase="before")
 
-    acquire = AcquireHostOperator(task_id="acquire")
-    stop = StopServerOperator(task_id="stop_production")
-    patch = ApplyPatchOperator(task_id="apply_patch")
-    start = StartServerOperator(task_id="start_extraction")
-    extraction_healthy = ServerHealthSensor(task_id="extraction_healthy", mode_wanted="extraction")
-    probe = ProbeOperator(task_id="probe")
+def borrow(host: HostShape, shards: XComArg, disk: XComArg) -> tuple[BaseOperator, list[BaseOperator]]:
+    """One host is borrowed, does its shards, and is given back whatever happened: its first step and its last ones."""
+    here: dict[str, Any] = {"on": host.name, "pool": host.pool}
+    before = BenchmarkOperator(task_id="benchmark_before", phase="before", **here)
+    acquire = AcquireHostOperator(task_id="acquire", **here)
+    stop = StopServerOperator(task_id="stop_production", **here)
+    patch = ApplyPatchOperator(task_id="apply_patch", **here)
+    start = StartServerOperator(task_id="start_extraction", **here)
+    extraction_healthy = ServerHealthSensor(task_id="extraction_healthy", mode_wanted="extraction", **here)
+    probe = ProbeOperator(task_id="probe", **here)
     # Deleted only now: the probe has shown that new states can be made.
-    cleanup = CleanupOldStatesOperator(task_id="cleanup_old_states", disk=disk_check.output)
+    cleanup = CleanupOldStatesOperator(task_id="cleanup_old_states", disk=disk, **here)
     extract = ExtractShardOperator.partial(
-        task_id="extract", map_index_template="{{ task.shard['name'] }}", **ExtractShardOperator.partial_defaults
-    ).expand(shard=gate.output)
-    verify = VerifyDatasetOperator(task_id="verify")
-    restore = RestoreProductionOperator(task_id="restore").as_teardown(setups=[acquire, stop, patch, start])
+        task_id="extract",
+        map_index_template="{{ task.shard['name'] }}",
+        **{**ExtractShardOperator.partial_defaults, **here},
+    ).expand(shard=shards)
+    verify = VerifyDatasetOperator(task_id="verify", shards=shards if host.name else None, **here)
+    restore = RestoreProductionOperator(task_id="restore", **here).as_teardown(setups=[acquire, stop, patch, start])
+    production_healthy = ServerHealthSensor(task_id="production_healthy", mode_wanted="production", **here)
+    after = BenchmarkOperator(task_id="benchmark_after", phase="after", **here)
 
-    production_healthy = ServerHealthSensor(task_id="production_healthy", mode_wanted="production")
-    benchmark_after = BenchmarkOperator(task_id="benchmark_after", phase="after")
-    handoff = TrainingHandoffOperator(task_id="handoff")
-    verdict = VerdictOperator(task_id="verdict").as_teardown(on_failure_fail_dagrun=True)
-
-    plan >> disk_check >> gate >> approve_cleanup >> benchmark_before
-    benchmark_before >> acquire >> stop >> patch >> start >> extraction_healthy >> probe >> cleanup >> extract >> verify
+    before >> acquire >> stop >> patch >> start >> extraction_healthy >> probe >> cleanup >> extract >> verify
     # Not only after verify: one failed shard decides verify at once, while other shards are still being extracted.
-    [extract, verify] >> restore >> production_healthy >> benchmark_after
-    [verify, benchmark_after] >> handoff
-    [restore, production_healthy, benchmark_after, handoff] >> verdict
+    [extract, verify] >> restore >> production_healthy >> after
+    return before, [verify, restore, production_healthy, after]
+
+
+def one_host(host: HostShape, approve: BaseOperator, shards: XComArg, disk: XComArg) -> list[BaseOperator]:
+    """The runbook of one host; the steps that the verdict waits for."""
+    first, (verify, restore, production_healthy, after) = borrow(host, shards, disk)
+    handoff = TrainingHandoffOperator(task_id="handoff", pool=host.pool)
+    approve >> first
+    [verify, after] >> handoff
+    return [restore, production_healthy, after, handoff]
+
+
+def several_hosts(
+    hosts: tuple[HostShape, ...], approve: BaseOperator, shares: XComArg, disk: XComArg
+) -> list[BaseOperator]:
+    """The same for each host, in a group of its own; then ``take_over``, the same again for what a host has left."""
+    whatever = TriggerRule.ALL_DONE_MIN_ONE_SUCCESS  # became of a host: the others' work goes on and is handed on
+    reassign = ReassignOperator(
+        task_id="reassign", hosts=[host.name for host in hosts], shares=shares, trigger_rule=whatever
+    )
+    handoff = TrainingHandoffOperator(
+        task_id="handoff", plan_task_id="reassign", trigger_rule=whatever, pool=hosts[0].pool
+    )
+    ends: list[BaseOperator] = []
+    for host in hosts:
+        with TaskGroup(host.name):
+            share = ShareOperator(task_id="share", on=host.name, shares=shares)
+            first, last = borrow(host, share.output, disk)
+            approve >> share >> first
+            last >> reassign
+            ends += last
+    with TaskGroup(TAKE_OVER):
+        for host in hosts:
+            with TaskGroup(host.name):
+                share = ShareOperator(task_id="share", on=host.name, shares=reassign.output)
+                first, last = borrow(host, share.output, disk)
+                share >> first
+                last >> handoff
+                ends += last
+    reassign >> handoff
+    return [*ends, handoff]
+
+
+def extraction(dag_id: str, profiles: list[str], shape: Shape) -> DAG:
+    """The DAG over profiles of one shape."""
+    usual = default_profile()
+    with DAG(
+        dag_id=dag_id,
+        description="EAGLE-3 hidden states from a borrowed SGLang host, proved, and the host given back",
+        doc_md=f"### This profile can't be used\n```\n{shape.problem}\n```\n{DOC}" if shape.problem else DOC,
+        schedule=nights(shape.nightly),
+        start_date=datetime(2026, 1, 1, tzinfo=ZoneInfo(shape.nightly.timezone)),
+        catchup=False,
+        max_active_runs=1,  # one server state a host; its pool (one slot) and the lease on the host guard it too
+        params={"profile": profile_param(profiles, usual if usual in profiles else profiles[0]), **PARAMS},
+        tags=["hsx", "eagle3", "sglang", *(["broken profile"] if shape.problem else [])],
+        default_args={"owner": "hsx", "execution_timeout": timedelta(hours=2)},
+        render_template_as_native_obj=True,
+    ) as dag:
+        names = [host.name for host in shape.hosts if host.name]
+        pool = shape.hosts[0].pool
+        plan = PlanOperator(task_id="plan", hosts=names, pool=pool)
+        run, planned, shards = XComArg(plan, "run"), XComArg(plan, "plan"), XComArg(plan, "shards")
+        disk_check = DiskSpaceOperator(task_id="disk_check", pool=pool)
+        disk = disk_check.output
+        gate = GateOperator(task_id="gate", run=run, plan=planned, shards=shards, disk=disk)
+        # Asked for before the host is borrowed, so that production never waits for a person.
+        approve_cleanup = ApproveCleanupOperator(task_id="approve_cleanup", disk=disk, run=run)
+        plan >> disk_check >> gate >> approve_cleanup
+
+        if names:
+            ends = several_hosts(shape.hosts, approve_cleanup, XComArg(plan, "shares"), disk)
+        else:
+            ends = one_host(shape.hosts[0], approve_cleanup, gate.output, disk)
+        ends >> VerdictOperator(task_id="verdict", hosts=names).as_teardown(on_failure_fail_dagrun=True)
+    return dag
+
+
+def nights(nightly: Nightly) -> CronTriggerTimetable | None:
+    """By the profile's clock; the night that was missed while the DAG was paused isn't made up for at noon."""
+    if not nightly.schedule:
+        return None
+    return CronTriggerTimetable(nightly.schedule, timezone=nightly.timezone, run_immediately=False)
+
+
+def profile_param(names: list[str], default: str) -> Param:
+    """Which host and model."""
+    return Param(
+        default,
+        type="string",
+        enum=names,
+        title="Profile",
+        description="The host and model: one of include/profiles, or of the folder that $HSX_PROFILES names.",
+        section="What",
+    )
+
+
+# One DAG with a form over all profiles of one host; and one for each profile that has several, or runs by itself: its
+# tasks, pools and schedule are its own, and Airflow has one schedule and one set of tasks a DAG.
+ALL = shapes()
+if single := [one.profile for one in ALL if not one.hosts[0].name]:
+    extraction(DAG_ID, single, Shape(single[0]))
+for one in ALL:
+    if one.own_dag:
+        extraction(dag_id_of(one.profile), [one.profile], one)

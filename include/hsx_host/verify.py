@@ -12,7 +12,7 @@ import zlib
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hsx_host import formats, proof, state
@@ -42,11 +42,14 @@ _SIDE_FILES = {"sample_lengths.json", "data_config.json"}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--shard", type=int, action="append", metavar="N", help="only this shard; may be repeated")
     parser.add_argument("--deep", action="store_true", help="also read every byte against its checksum")
 
 
 def run(spec: RunSpec, args: Namespace) -> VerifyReport:
     """The report where all is well; Refused where files are wrong, TryAgain where samples are missing or failed."""
+    if args.shard:
+        spec = replace(spec, data=replace(spec.data, shards=sorted(set(args.shard))))
     dataset, meaning = opened(spec)
     report = check(spec, dataset, meaning, deep=args.deep)
     state.write_document(state.run_dir(spec) / "verify.json", report)

@@ -15,6 +15,7 @@ from hsx_host import contract as c
 from hsx_operators import errors
 from hsx_operators.answers import human_lines, parse_answer
 from hsx_operators.hook import GpuHostHook, hook_of
+from hsx_operators.hosts import POOL
 from hsx_operators.published import Told, reasons_kept, tell
 from hsx_operators.retry import HOST_RETRIES, HostRetryPolicy
 from hsx_operators.triggers import TAIL_CHARS, HostJobTrigger, died, ended
@@ -22,7 +23,6 @@ from hsx_operators.triggers import TAIL_CHARS, HostJobTrigger, died, ended
 if TYPE_CHECKING:
     from airflow.sdk.definitions.context import Context
 
-POOL = "hsx_gpu_host"
 _JOB_KEY = "job_id"
 #: The runner on the host ends a job at its deadline; the trigger does where the runner is gone.
 HOST_FIRST_S = 60.0
@@ -37,6 +37,7 @@ class HostVerbOperator(BaseOperator):
     the task, over one connection.
 
     :param plan_task_id: the task whose XCom ``run`` says where the host is and which plan is frozen there.
+    :param on: the host's name in a profile that lists several; its XCom is ``run_<name>``.
     :param job_timeout: a detached job is ended after this time, by its runner on the host too; None lets it run.
     """
 
@@ -50,14 +51,19 @@ class HostVerbOperator(BaseOperator):
     ui_color = "#dde8f5"
 
     def __init__(
-        self, *, plan_task_id: str = "plan", job_timeout: timedelta | None = timedelta(hours=24), **kwargs: Any
+        self,
+        *,
+        plan_task_id: str = "plan",
+        on: str = "",
+        job_timeout: timedelta | None = timedelta(hours=24),
+        **kwargs: Any,
     ) -> None:
         kwargs.setdefault("retries", self.default_retries)
         kwargs.setdefault("retry_delay", timedelta(seconds=30))
         kwargs.setdefault("retry_policy", self.default_policy)
         kwargs.setdefault("pool", POOL)
         super().__init__(**kwargs)
-        self.plan_task_id, self.job_timeout = plan_task_id, job_timeout
+        self.plan_task_id, self.on, self.job_timeout = plan_task_id, on, job_timeout
         self._job: tuple[dict[str, Any], str] | None = None
 
     # -------------------------------------------------------------------------- what a subclass says
@@ -177,8 +183,8 @@ class HostVerbOperator(BaseOperator):
         return None
 
     def host_of(self, context: Context) -> dict[str, Any]:
-        """Where the host is and which plan is frozen there: plan's XCom ``run``."""
-        return run_of(context, self.plan_task_id)
+        """Where the host is and which plan is frozen there: plan's XCom ``run``, or that of one host of several."""
+        return run_of(context, self.plan_task_id, self.on)
 
     def on_kill(self) -> None:
         """The task was killed while it submitted: end the remote job too."""
@@ -188,9 +194,21 @@ class HostVerbOperator(BaseOperator):
                 hook.job_kill(job_id, spec_path=host["spec_path"], grace_s=2.0)
 
 
-def run_of(context: Context, plan_task_id: str) -> dict[str, Any]:
-    """Plan's XCom ``run``; ConfigError where the plan has not told it."""
-    host = context["ti"].xcom_pull(task_ids=plan_task_id, key="run")
+def run_key(on: str = "") -> str:
+    """The XCom of plan that says where a host is: ``run``, or ``run_<name>`` of one of several."""
+    return f"run_{on}" if on else "run"
+
+
+def run_of(context: Context, plan_task_id: str, on: str = "") -> dict[str, Any]:
+    """Plan's XCom about a host; ConfigError where the plan has not told it, and what kept the plan from this host."""
+    host = context["ti"].xcom_pull(task_ids=plan_task_id, key=run_key(on))
+    if isinstance(host, dict) and "problem" in host:
+        raise errors.HostLeftOut(
+            f"the plan could not count on this host: {host['problem']}",
+            field="host",
+            value=on,
+            fix="repair it and trigger a new run; this run's other hosts do its shards",
+        )
     if not isinstance(host, dict):
         raise errors.ConfigError(
             "has not told where the host is",

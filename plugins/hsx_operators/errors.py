@@ -58,6 +58,10 @@ class HostLoginRefused(HostError):
     """The host refuses the login. Never tried again."""
 
 
+class HostLeftOut(HostError):
+    """One of a profile's hosts that the plan could not reach or use; the others go on. Never tried again."""
+
+
 class WrongHostPython(HostError):
     """``host.python`` of the profile isn't a usable Python. Never tried again."""
 

@@ -11,7 +11,8 @@ from airflow.sdk import Asset
 from hsx_host import contract as c
 from hsx_operators import errors
 from hsx_operators.answers import human_bytes, human_seconds
-from hsx_operators.base import POOL, HostVerbOperator
+from hsx_operators.base import HostVerbOperator
+from hsx_operators.hosts import POOL
 from hsx_operators.published import Told
 from hsx_operators.retry import HOST_RETRIES
 
@@ -98,13 +99,21 @@ class ExtractShardOperator(HostVerbOperator):
 
 
 class VerifyDatasetOperator(HostVerbOperator):
-    """Reads the published files again, against the manifest and by the next-token proof."""
+    """Reads the published files again, against the manifest and by the next-token proof.
 
+    :param shards: the shards that this host has extracted, where others extract the rest; None for all of the run.
+    """
+
+    template_fields = ("shards",)
     result_type = c.VerifyReport
+
+    def __init__(self, *, shards: Any = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.shards = shards
 
     def verb(self, context: Context) -> list[str]:
         """``verify``."""
-        return ["verify"]
+        return ["verify", *(word for shard in self.shards or [] for word in ("--shard", str(shard["id"])))]
 
     def result(self, document: c.VerifyReport, host: dict[str, Any], context: Context) -> Any:
         """A report that isn't ok fails the task and names the problems."""

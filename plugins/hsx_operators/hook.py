@@ -224,6 +224,15 @@ class GpuHostHook:
             sftp.posix_rename(temp, path)
         return path
 
+    def read_file(self, path: str) -> bytes | None:
+        """A small file of the host, None where there is none."""
+        with self._sftp() as sftp:
+            try:
+                with sftp.open(path, "rb") as f:
+                    return bytes(f.read())
+            except FileNotFoundError:
+                return None
+
     @contextlib.contextmanager
     def _sftp(self) -> Iterator[paramiko.SFTPClient]:
         client = self.client()

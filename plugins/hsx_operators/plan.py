@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from airflow.providers.standard.utils.skipmixin import SkipMixin
@@ -9,10 +10,12 @@ from airflow.sdk import BaseOperator
 
 from hsx_host import contract as c
 from hsx_operators.answers import human_bytes
-from hsx_operators.base import HostVerbOperator
+from hsx_operators.base import HostVerbOperator, run_key
+from hsx_operators.errors import ConfigError, HostError
 from hsx_operators.foretold import FORETOLD, foretell
-from hsx_operators.hook import GpuHostHook
-from hsx_operators.profile import load_profile
+from hsx_operators.hook import GpuHostHook, hook_of
+from hsx_operators.hosts import dag_id_of, spread
+from hsx_operators.profile import Profile, load_hosts
 from hsx_operators.published import reasons_kept
 from hsx_operators.spec import build_spec, check_known
 
@@ -27,10 +30,19 @@ class PlanOperator(HostVerbOperator):
     with something to do), ``facts`` (the host's preflight). Everything later rests on them: a profile that changes
     while a run goes on doesn't change that run.
 
+    Where the profile lists several hosts, each is shipped to and checked; the first one that is well plans, and the
+    others must see its data set. Then there are also ``run_<name>`` for each host (or what is wrong with it), and
+    ``shares``: for each host that is well its shards.
+
     :param params: the run's Params are read from the context; unknown keys in its conf are refused.
+    :param hosts: names of the profile's hosts, as the DAG was made from them; empty for one host.
     """
 
     result_type = c.PlanResult
+
+    def __init__(self, *, hosts: Sequence[str] = (), **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.hosts = list(hosts)
 
     def verb(self, context: Context) -> list[str]:
         """``plan``; a dry run writes nothing below the output root."""
@@ -44,8 +56,32 @@ class PlanOperator(HostVerbOperator):
     def _plan(self, context: Context) -> Any:
         params = dict(context["params"])
         check_known({**params, **(context["dag_run"].conf or {})})
+        profiles = load_hosts(str(params["profile"]))
+        check_hosts(str(params["profile"]), [p.host.name for p in profiles], self.hosts)
+        runs: dict[str, dict[str, Any]] = {}
+        lead: dict[str, Any] = {}
+        for profile in profiles:
+            name = profile.host.name
+            try:
+                runs[name], facts = self.prepare(profile, params, context, lead)
+            except (HostError, ConfigError) as e:
+                if profile is profiles[-1] and not lead:
+                    raise
+                self.log.error("host %s is left out of this run: %s", name, e)
+                runs[name] = {"problem": str(e)}
+                continue
+            if not lead:
+                lead = {**runs[name], "sglang": facts.sglang}
+                context["ti"].xcom_push(key="facts", value=c.to_dict(facts))
+        del lead["sglang"]
+        with hook_of(lead) as hook:
+            return self.submit(hook, {**lead, "runs": runs}, self.verb(context), context)
+
+    def prepare(
+        self, profile: Profile, params: dict[str, Any], context: Context, lead: dict[str, Any]
+    ) -> tuple[dict[str, Any], c.PreflightResult]:
+        """Ship program and spec to one host and look at it; what later tasks need to know about it."""
         name = str(params["profile"])
-        profile = load_profile(name)
         spec = build_spec(profile, name, params, str(context["run_id"]))
         with GpuHostHook(profile.host.ssh_conn_id, spec.host.python, spec.host.home) as hook:
             hook.ship()
@@ -53,6 +89,7 @@ class PlanOperator(HostVerbOperator):
                 "ssh_conn_id": profile.host.ssh_conn_id,
                 "python": spec.host.python,
                 "home": spec.host.home,
+                "output_root": spec.host.output_root,
                 "bundle": hook.bundle,
                 "bundle_dir": hook.bundle_dir,
                 "spec_path": hook.put_document(spec),
@@ -64,10 +101,16 @@ class PlanOperator(HostVerbOperator):
                 "lease_ttl_s": profile.tasks.lease_ttl_s,
             }
             facts = hook.run_verb(c.PreflightResult, ["preflight"], spec_path=host["spec_path"], timeout_s=300)
-            for warning in facts.warnings:
-                self.log.warning("%s", warning)
-            context["ti"].xcom_push(key="facts", value=c.to_dict(facts))
-            return self.submit(hook, host, self.verb(context), context)
+        for warning in facts.warnings:
+            self.log.warning("%s", warning)
+        if lead and facts.sglang != lead["sglang"]:
+            raise ConfigError(
+                f"runs SGLang {facts.sglang}, the host that plans {lead['sglang']}: their rows don't belong together",
+                field="host",
+                value=profile.host.name,
+                fix="install the same version on all hosts of the profile",
+            )
+        return host, facts
 
     def result(self, document: c.PlanResult, host: dict[str, Any], context: Context) -> None:
         """Tell in words what will be done; each part is an XCom of its own."""
@@ -88,8 +131,62 @@ class PlanOperator(HostVerbOperator):
             f"{document.todo_tokens:,}",
             human_bytes(document.todo_bytes),
         )
+        push = context["ti"].xcom_push
+        runs = host.pop("runs")
+        if self.hosts:
+            self._share_out(document, host, runs, context)
         for key, value in (("run", host), ("plan", plan), ("shards", shards)):
-            context["ti"].xcom_push(key=key, value=value)
+            push(key=key, value=value)
+
+    def _share_out(
+        self, document: c.PlanResult, lead: dict[str, Any], runs: dict[str, dict[str, Any]], context: Context
+    ) -> None:
+        """Spread the shards over the hosts that are well and see the planned data set."""
+        if not lead["dry_run"]:
+            for name, run in runs.items():
+                if "problem" not in run and (why := unseen(document.dataset_id, lead, run)):
+                    self.log.error("host %s is left out of this run: %s", name, why)
+                    runs[name] = {"problem": why}
+        well = [name for name, run in runs.items() if "problem" not in run]
+        shares = spread(c.to_dict(document)["shards"], well)
+        for name in self.hosts:
+            share = shares.get(name, [])
+            self.log.info("%s: %d shards, %s tokens", name, len(share), f"{sum(s['tokens'] for s in share):,}")
+            context["ti"].xcom_push(key=run_key(name), value=runs[name])
+        context["ti"].xcom_push(key="shares", value=shares)
+
+
+def check_hosts(profile: str, listed: list[str], made_of: list[str]) -> None:
+    """Refuse a profile whose hosts are not those that the DAG's tasks were made from."""
+    if listed == made_of or (len(listed) == 1 and not made_of):
+        return
+    if not made_of:
+        fix = f"trigger {dag_id_of(profile)}, which has tasks for each of them"
+    else:
+        fix = "wait until Airflow has read the DAG again, then trigger a new run"
+    raise ConfigError(
+        f"lists the hosts {', '.join(listed)}; this DAG was made for {', '.join(made_of) or 'one host'}",
+        field="profile",
+        value=profile,
+        fix=fix,
+    )
+
+
+def unseen(dataset_id: str, lead: dict[str, Any], run: dict[str, Any]) -> str:
+    """Why a host can't add to the planned data set; empty where it reads the same plan as the host that planned."""
+    try:
+        plans = []
+        for one in (lead, run):
+            with hook_of(one) as hook:
+                plans.append(hook.read_file(f"{one['output_root']}/{dataset_id}/plan.json"))
+    except HostError as e:
+        return str(e)
+    if plans[0] == plans[1]:
+        return ""
+    return (
+        f"host.output_root = {run['output_root']!r}: does not hold the data set {dataset_id} that was planned on "
+        "another host (mount the same file system on all hosts of the profile, or write one profile a host)"
+    )
 
 
 #: XCom of a task that skipped the rest of the run on purpose: why, in one sentence.

@@ -6,21 +6,26 @@ once, each with the field, the value and the fix.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from zoneinfo import ZoneInfo
 
 import yaml
+from croniter import croniter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-from pydantic_core import ErrorDetails
 
 from hsx_operators import INCLUDE
 from hsx_operators.errors import ProfileError
+from hsx_operators.hosts import HOST_NAME, POOL, host_bodies, moved
+from hsx_operators.problems import path_of, problem
 
 #: Formats of a data set that ``extract`` writes.
 FORMATS = ("speculators_v1",)
+
+#: A time of day, "05:00".
+CLOCK = r"([01]\d|2[0-3]):[0-5]\d"
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[int, Field(ge=1)]
@@ -30,13 +35,18 @@ Absolute = Annotated[str, Field(pattern=r"^/[^\x00\n]*$")]
 FlagValue = bool | int | float | str | list[str] | None
 
 
+_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the DAG file reads every profile when it is parsed
+
+
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
 class Host(_Model):
-    """Where the host is, and where hsx lives on it."""
+    """Where the host is, and where hsx lives on it. ``name`` and ``pool`` tell the hosts of one profile apart."""
 
+    name: str = Field("", pattern=HOST_NAME)
+    pool: str = Field(POOL, min_length=1)
     ssh_conn_id: str = Field(min_length=1)
     python: Absolute
     home: Absolute
@@ -134,8 +144,43 @@ class Tasks(_Model):
     lease_ttl_s: Annotated[float, Field(ge=30)] = 900
 
 
+class Nightly(_Model):
+    """When the profile runs by itself: a cron line and its time zone (IANA), and when extraction ends ("05:00").
+
+    ``stop_after`` bounds scheduled runs and backfills; a run that a person triggers has no window unless its Param
+    says so.
+    """
+
+    schedule: str = ""
+    timezone: str = "UTC"
+    stop_after: str = ""
+
+    @field_validator("schedule")
+    @classmethod
+    def _cron(cls, line: str) -> str:
+        if line and not croniter.is_valid(line):
+            raise ValueError("is not a cron line (such as 0 1 * * *)")
+        return line
+
+    @field_validator("timezone")
+    @classmethod
+    def _zone(cls, zone: str) -> str:
+        try:
+            ZoneInfo(zone)
+        except (KeyError, ValueError, OSError):
+            raise ValueError("is not a time zone (such as Europe/Berlin)") from None
+        return zone
+
+    @field_validator("stop_after")
+    @classmethod
+    def _clock(cls, time: str) -> str:
+        if time and not re.fullmatch(CLOCK, time):
+            raise ValueError('is not a time of day (such as "05:00", quoted)')
+        return time
+
+
 class Profile(_Model):
-    """One host, one model, one way to extract."""
+    """One host, one model, one way to extract. A file may list several ``hosts``: see ``load_hosts``."""
 
     host: Host
     model: Model
@@ -146,6 +191,7 @@ class Profile(_Model):
     benchmark: Benchmark = Benchmark(enabled=False, tolerance=0.05)
     cleanup: Cleanup = Cleanup()
     tasks: Tasks = Tasks()
+    nightly: Nightly = Nightly()
 
 
 # ------------------------------------------------------------------------------ files and variables
@@ -210,71 +256,65 @@ def _expand(value: Any, where: str, undefined: dict[str, list[str]]) -> Any:
     return _VARIABLE.sub(replace, value)
 
 
+def expanded(body: Any) -> tuple[Any, dict[str, list[str]]]:
+    """A document with its variables replaced, and by field the variables that are not set."""
+    undefined: dict[str, list[str]] = {}
+    return _expand(body, "", undefined), undefined
+
+
 def load_profile(name: str) -> Profile:
-    """Read, expand and validate a profile; ProfileError names everything that is wrong with it."""
+    """A profile's first (mostly only) host; ProfileError names everything that is wrong with the file."""
+    return load_hosts(name)[0]
+
+
+def load_hosts(name: str) -> list[Profile]:
+    """Read, expand and validate a profile: one ``Profile`` a host that it lists, alike but for what a host has its own.
+
+    ``host:`` is one host. ``hosts:`` are several: each entry has the fields of ``host``, a ``name``, and may change
+    fields of ``production`` and ``extraction`` (a port, a tensor-parallel size).
+    """
+    return parse_hosts(read_body(name), f"profile {name} ({profile_file(name)})")
+
+
+def read_body(name: str) -> Any:
+    """The YAML document of a profile, as it stands there."""
     file = profile_file(name)
     try:
-        body = yaml.safe_load(file.read_text(encoding="utf-8"))
+        return yaml.load(file.read_text(encoding="utf-8"), _YAML)
     except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise ProfileError(f"profile {name} ({file})", [f"not YAML: {' '.join(str(e).split())}"]) from None
-    return parse_profile(body, f"profile {name} ({file})")
 
 
 def parse_profile(body: Any, source: str) -> Profile:
     """Like ``load_profile``, from a parsed YAML document; ``source`` heads the error."""
+    return parse_hosts(body, source)[0]
+
+
+def parse_hosts(body: Any, source: str) -> list[Profile]:
+    """Like ``load_hosts``, from a parsed YAML document; ``source`` heads the error."""
     if not isinstance(body, dict):
         raise ProfileError(source, [f"expected a mapping with host, model, production ..., got {type(body).__name__}"])
-    undefined: dict[str, list[str]] = {}
-    body = _expand(body, "", undefined)
+    body, undefined = expanded(body)
     problems = [
         f"{where} = '${{{variable}}}': the environment variable {variable} is not set (export {variable}=... "
         f"where Airflow's workers see it, or write the value, or a default as ${{{variable}:-value}})"
         for where, variables in undefined.items()
         for variable in variables
     ]
+    profiles = []
     try:
-        profile = Profile.model_validate(body)
-    except ValidationError as e:
-        problems += [_problem(d) for d in e.errors() if _path(d["loc"]) not in undefined]
+        bodies = host_bodies(body)
+    except ValueError as e:
+        raise ProfileError(source, [*problems, str(e)]) from None
+    for prefix, one in bodies:
+        try:
+            profiles.append(Profile.model_validate(one))
+        except ValidationError as e:
+            for d in e.errors():
+                where = moved(path_of(d["loc"]), prefix, body)
+                line = problem(d, where, Profile)
+                if where not in undefined and line not in problems:
+                    problems.append(line)
     if problems:
         raise ProfileError(source, problems)
-    return profile
-
-
-def _path(loc: tuple[int | str, ...]) -> str:
-    return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in loc).lstrip(".")
-
-
-def _problem(d: ErrorDetails) -> str:
-    """One pydantic error as ``field = value: what is wrong (fix)``."""
-    path, kind, value = _path(d["loc"]), d["type"], d["input"]
-    if kind == "missing":
-        return f"{path}: is missing (add it)"
-    if kind == "extra_forbidden":
-        near = difflib.get_close_matches(str(d["loc"][-1]), _known_fields(d["loc"][:-1]), n=1)
-        return f"{path} = {value!r}: is not a setting (" + (f"did you mean {near[0]}?" if near else "remove it") + ")"
-    message = d["msg"].removeprefix("Value error, ")
-    fix = f"give {_hint(d)}" if _hint(d) else "change it"
-    if kind == "string_pattern_mismatch" and d.get("ctx", {}).get("pattern", "").startswith("^/"):
-        message, fix = "is not an absolute path", "give a path that starts with /, as it is on the host"
-    return f"{path} = {value!r}: {message[:1].lower()}{message[1:]} ({fix})"
-
-
-def _hint(d: ErrorDetails) -> str:
-    ctx = d.get("ctx", {})
-    parts = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
-    bounds = [f"{text} {ctx[key]}" for key, text in parts.items() if key in ctx]
-    if bounds:
-        return "a number of " + " and ".join(bounds)
-    if "expected" in ctx:
-        return str(ctx["expected"])
-    kinds = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "a text (quote it)"}
-    return next((text for key, text in kinds.items() if d["type"].startswith(key)), "")
-
-
-def _known_fields(loc: tuple[int | str, ...]) -> list[str]:
-    model: Any = Profile
-    for part in loc:
-        field = getattr(model, "model_fields", {}).get(part)
-        model = field.annotation if field else None
-    return list(getattr(model, "model_fields", {}))
+    return profiles

@@ -20,6 +20,7 @@ NEVER: list[type[BaseException] | str] = [
     e.HostKeyMismatch,
     e.HostLoginRefused,
     e.WrongHostPython,
+    e.HostLeftOut,
     e.HostGarbage,
 ]
 

@@ -13,9 +13,10 @@ from airflow.sdk.exceptions import AirflowSensorTimeout
 from airflow.triggers.base import TriggerEvent
 
 from hsx_host import contract as c
-from hsx_operators.base import POOL, run_of
+from hsx_operators.base import run_of
 from hsx_operators.errors import HostError, named_error
 from hsx_operators.hook import hook_of
+from hsx_operators.hosts import POOL
 from hsx_operators.published import Told, reasons_kept, tell
 from hsx_operators.retry import HOST_RETRIES
 from hsx_operators.triggers import SETTLE_S, HostTrigger
@@ -81,6 +82,7 @@ class ServerHealthSensor(BaseSensorOperator):
 
     :param mode_wanted: ``production`` or ``extraction``.
     :param plan_task_id: the task whose XCom ``run`` says where the host is.
+    :param on: the host's name in a profile that lists several.
     :param poke_interval: seconds between two questions.
     :param timeout: seconds until it gives up; the server's start itself was waited for by the step before.
     """
@@ -92,6 +94,7 @@ class ServerHealthSensor(BaseSensorOperator):
         *,
         mode_wanted: Literal["production", "extraction"],
         plan_task_id: str = "plan",
+        on: str = "",
         poke_interval: timedelta | float = 10.0,
         timeout: timedelta | float = 900.0,
         **kwargs: Any,
@@ -101,12 +104,12 @@ class ServerHealthSensor(BaseSensorOperator):
         kwargs.setdefault("retry_policy", HOST_RETRIES)
         kwargs.setdefault("pool", POOL)
         super().__init__(poke_interval=poke_interval, timeout=timeout, **kwargs)
-        self.mode_wanted, self.plan_task_id = mode_wanted, plan_task_id
+        self.mode_wanted, self.plan_task_id, self.on = mode_wanted, plan_task_id, on
 
     def execute(self, context: Context) -> Any:
         """Ask once; wait in a trigger where the answer is no."""
         with reasons_kept(context):
-            host = run_of(context, self.plan_task_id)
+            host = run_of(context, self.plan_task_id, self.on)
             told = Told(host["ssh_conn_id"], ["health"])
             tell(context, told)
             with hook_of(host) as hook:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from airflow.sdk import BaseOperator, ExceptionRetryPolicy, RetryAction, RetryRu
 
 from hsx_operators.answers import human_bytes
 from hsx_operators.errors import HsxOperatorError
+from hsx_operators.hosts import TAKE_OVER
 from hsx_operators.plan import SKIPPED_BECAUSE
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ class VerdictOperator(BaseOperator):
 
     :param gate_task_id: the task that may skip the rest on purpose (nothing to do, dry run).
     :param approval_task_id: the task that may skip the rest by a person's rejection.
+    :param hosts: the hosts of a profile that lists several; each has a group of tasks, and one of ``take_over``.
     """
 
     ui_color = "#f5dddd"
@@ -37,6 +40,7 @@ class VerdictOperator(BaseOperator):
         gate_task_id: str = "gate",
         approval_task_id: str = "approve_cleanup",
         plan_task_id: str = "plan",
+        hosts: Sequence[str] = (),
         **kwargs: Any,
     ) -> None:
         kwargs.setdefault("retries", 2)
@@ -44,13 +48,20 @@ class VerdictOperator(BaseOperator):
         kwargs.setdefault("retry_policy", ExceptionRetryPolicy([RetryRule(RunFailed, RetryAction.FAIL)]))
         super().__init__(**kwargs)
         self.gate_task_id, self.approval_task_id, self.plan_task_id = gate_task_id, approval_task_id, plan_task_id
+        self.groups = [f"{group}{host}." for group in ("", f"{TAKE_OVER}.") for host in hosts]
 
     def execute(self, context: Context) -> dict[str, Any]:
         """Judge the states of all other tasks of this run; return the summary, or raise with it."""
         ti = context["ti"]
         states: dict[str, str | None] = ti.get_task_states(dag_id=ti.dag_id, run_ids=[ti.run_id]).get(ti.run_id, {})
         meant = self._skipped_on_purpose(ti)
-        bad = judge({name: state for name, state in states.items() if name != self.task_id}, meant)
+        idle = tuple(g for g in self.groups if ti.xcom_pull(task_ids=f"{g}share", key=SKIPPED_BECAUSE))
+        others = {
+            name: state
+            for name, state in states.items()
+            if name != self.task_id and not (state == "skipped" and name.startswith(idle))
+        }
+        bad = judge(others, meant)
         lines = self._summary(ti, meant)
         for line in lines:
             self.log.info("%s", line)
@@ -72,17 +83,28 @@ class VerdictOperator(BaseOperator):
                 f"Plan: {plan['todo']:,} samples, {plan['todo_tokens']:,} tokens, {human_bytes(plan['todo_bytes'])} "
                 f"to do; {plan['done']:,} were done; {plan['rejected']:,} rejected; {plan['dataset_dir']}"
             )
-        if done := ti.xcom_pull(task_ids="verify"):
+        for group in self.groups or [""]:
+            lines += [f"{group.rstrip('.')}: {line}" if group else line for line in self._host_summary(ti, group)]
+        if self.groups and (handed := ti.xcom_pull(task_ids="handoff")):
+            lines.append(
+                f"The data set is whole and handed on: {handed['samples']:,} samples, {handed['tokens']:,} tokens, "
+                f"{human_bytes(handed['bytes'])}"
+            )
+        return lines
+
+    def _host_summary(self, ti: Any, group: str) -> list[str]:
+        lines = []
+        if done := ti.xcom_pull(task_ids=f"{group}verify"):
             lines.append(
                 f"Data set: {done['samples']:,} samples, {done['tokens']:,} tokens, {human_bytes(done['bytes'])}; "
                 f"{done['failed']} failed, {done['proved']} proved by their next token"
             )
-        if restored := ti.xcom_pull(task_ids="restore"):
+        if restored := ti.xcom_pull(task_ids=f"{group}restore"):
             lines.append(
                 f"Production is up again on port {restored['port']} (pid {restored['pid']}), "
                 + ("SGLang as installed" if restored["pristine"] else "BUT SGLang's files differ from its package")
             )
-        if after := ti.xcom_pull(task_ids="benchmark_after"):
+        if after := ti.xcom_pull(task_ids=f"{group}benchmark_after"):
             lines.append(f"Production against the baseline: {after['text']}")
         return lines
 

@@ -13,7 +13,8 @@ from airflow.sdk import DAG, TriggerRule
 from airflow.sdk.definitions.mappedoperator import MappedOperator
 from airflow.sdk.exceptions import ParamValidationError
 
-from hsx_operators.base import POOL, HostVerbOperator
+from hsx_operators.base import HostVerbOperator
+from hsx_operators.hosts import POOL
 from hsx_operators.profile import list_profiles
 from hsx_operators.retry import HostRetryPolicy
 from hsx_operators.sensors import ServerHealthSensor
@@ -143,12 +144,3 @@ def test_import_is_quick_and_reads_no_profile() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.strip().splitlines()[-1]) < 1.0  # CPU seconds, so that a busy machine doesn't matter
-
-
-def test_schedule_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    from airflow.dag_processing.dagbag import DagBag
-
-    monkeypatch.setenv("HSX_SCHEDULE", "0 2 * * *")
-    bag = DagBag(dag_folder=str(REPO / "dags"))
-    assert bag.import_errors == {}
-    assert str(bag.dags["hsx_extraction"].schedule) == "0 2 * * *"

@@ -11,8 +11,8 @@ import pytest
 REPO = Path(__file__).resolve().parents[3]
 ROOMS = {
     "dags": {"airflow", "hsx_operators"},
-    "plugins/hsx_operators": {"airflow", "paramiko", "asyncssh", "pydantic", "pydantic_core", "yaml", "hsx_operators",
-                              "hsx_host"},
+    "plugins/hsx_operators": {"airflow", "paramiko", "asyncssh", "pydantic", "pydantic_core", "yaml", "croniter",
+                              "hsx_operators", "hsx_host"},
     "include/hsx_host": {"requests", "numpy", "safetensors", "torch", "psutil", "xxhash", "hsx_host"},
     # numpy to psutil: what torch and SGLang bring with them; nothing is installed for the patches
     "include/patches": {"torch", "sglang", "numpy", "safetensors", "packaging", "psutil", "hsx_capture", "hsx_cpu"},

@@ -30,8 +30,8 @@ def made(tmp_path: Path) -> tuple[c.RunSpec, Path]:
     return spec, h.publish(spec)
 
 
-def check(spec: c.RunSpec, deep: bool = False) -> c.VerifyReport:
-    report: c.VerifyReport = verify.run(spec, Namespace(deep=deep))
+def check(spec: c.RunSpec, deep: bool = False, shards: list[int] | None = None) -> c.VerifyReport:
+    report: c.VerifyReport = verify.run(spec, Namespace(deep=deep, shard=shards))
     return report
 
 
@@ -244,6 +244,16 @@ def test_a_run_of_some_shards_hands_on_all_that_is_published(made: tuple[c.RunSp
     some = replace(spec, data=replace(spec.data, shards=[1]))
     assert handoff.run(some, Namespace()).samples == 10
     assert len(json.loads((dataset / "v1/sample_lengths.json").read_text())) == 10
+
+
+def test_one_hosts_shards_alone(made: tuple[c.RunSpec, Path]) -> None:
+    spec, dataset = made
+    (dataset / "shards/00000/manifest.jsonl").unlink()  # another host's, which has not begun
+    for row in range(4):
+        (dataset / f"v1/data_{row}.pt").unlink()
+    assert check(spec, shards=[2, 1, 1]).samples == 6
+    with h.refuses(TryAgain, "manifest.jsonl", "missing rows: 0, 1, 2, 3"):
+        check(spec, shards=[0, 1])
 
 
 def test_a_shard_whose_folder_is_gone_is_no_smaller_data_set(made: tuple[c.RunSpec, Path]) -> None:

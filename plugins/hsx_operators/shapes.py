@@ -1,0 +1,89 @@
+"""What the DAG file has to know of each profile when Airflow parses it: its hosts, their pools, and when it runs.
+
+Read leniently: a profile with a mistake elsewhere keeps its DAG, so that its nights fail loudly, in ``plan``, with
+every mistake named; one whose hosts or nights can't be read gets a DAG without a schedule that says so.
+
+From a shell: ``python -m hsx_operators.shapes`` prints the pools of all profiles, for ``airflow pools import``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from hsx_operators.errors import ProfileError
+from hsx_operators.hosts import POOL, host_bodies
+from hsx_operators.problems import path_of, problem
+from hsx_operators.profile import Nightly, expanded, list_profiles, read_body
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HostShape:
+    """One host of a profile: its name ("" for the only one) and its pool."""
+
+    name: str = ""
+    pool: str = POOL
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A profile as the DAG file sees it. ``problem``: why it could not be read; then it has one host and no nights."""
+
+    profile: str
+    hosts: tuple[HostShape, ...] = (HostShape(),)
+    nightly: Nightly = field(default_factory=Nightly)
+    problem: str = ""
+
+    @property
+    def own_dag(self) -> bool:
+        """Whether the profile has a DAG of its own: for its hosts or its pool, its schedule, or to tell its problem."""
+        return self.hosts != (HostShape(),) or bool(self.nightly.schedule) or bool(self.problem)
+
+
+def shapes() -> list[Shape]:
+    """The shape of every profile that exists."""
+    return [shape(name) for name in list_profiles()]
+
+
+def shape(name: str) -> Shape:
+    """Read one profile's hosts and nights."""
+    try:
+        body = read_body(name)
+        if not isinstance(body, dict):
+            raise ProfileError(f"profile {name}", ["is no mapping"])
+        found, _ = expanded({k: v for k, v in body.items() if k in ("host", "hosts", "nightly")})
+        try:
+            bodies = host_bodies(found)
+            nightly = Nightly.model_validate(found.get("nightly") or {})
+        except ValidationError as e:
+            lines = [problem(d, f"nightly.{path_of(d['loc'])}", Nightly) for d in e.errors()]
+            raise ProfileError(f"profile {name}", lines) from None
+        except ValueError as e:
+            raise ProfileError(f"profile {name}", [str(e)]) from None
+    except (ProfileError, OSError) as e:
+        log.error("%s", e)
+        return Shape(name, problem=str(e))
+    hosts = []
+    for _, one in bodies:
+        host: dict[str, Any] = one["host"] if isinstance(one.get("host"), dict) else {}
+        hosts.append(HostShape(str(host.get("name", "")) if len(bodies) > 1 else "", str(host.get("pool") or POOL)))
+    return Shape(name, tuple(hosts), nightly)
+
+
+def pools() -> dict[str, dict[str, object]]:
+    """One slot a host, deferred tasks counted, as ``airflow pools import`` reads it."""
+    return {
+        host.pool: {"slots": 1, "description": "hsx: one server state a host", "include_deferred": True}
+        for one in shapes()
+        for host in one.hosts
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(pools(), indent=2))

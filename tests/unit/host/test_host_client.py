@@ -268,11 +268,14 @@ def test_leftovers_of_a_crash_are_removed(shard: c.RunSpec) -> None:
     (files.tmp / "hsx-old.part").write_bytes(b"x")
     folder = files.dataset / "v1"
     folder.mkdir()
+    ShardFiles(files.dataset, 1).folder.mkdir()
     (folder / "data_3.pt").write_bytes(b"renamed, but not in the manifest")
     (folder / "data_8.pt").write_bytes(b"another shard's")
+    (folder / "data_99.pt").write_bytes(b"of a run whose data file had more rows")
     assert extracted(shard).extracted == 6
     assert not files.tmp.exists()
     assert (folder / "data_8.pt").read_bytes() == b"another shard's"
+    assert not (folder / "data_99.pt").exists()
 
 
 # ---------------------------------------------------------------- a sample that kills the server

@@ -59,7 +59,7 @@ def apply(spec: RunSpec) -> tuple[str, Path]:
     parent = state.folder(spec, "plugin")
     temporary = parent / f".{plugin_id}.{os.getpid()}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(_source(), temporary / PLUGIN, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+    _copy(_source(), temporary / PLUGIN)
     shutil.rmtree(target.parent, ignore_errors=True)  # another content under this id: someone edited the copy
     os.rename(temporary, target.parent)
     state.journal(spec, "plugin applied", plugin_id=plugin_id)
@@ -98,12 +98,24 @@ def source_id() -> str:
     return tree_id(_source())
 
 
+def _copy(source: Path, target: Path) -> None:
+    """Copy a folder's files; ends with the first OSError, whose errno says what is wrong (copytree hides it)."""
+    for path in _files(source):
+        new = target / path.relative_to(source)
+        new.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, new)
+
+
+def _files(folder: Path) -> list[Path]:
+    """A folder's files by name, byte code left out."""
+    found = (p for p in folder.rglob("*") if p.is_file())
+    return sorted(p for p in found if "__pycache__" not in p.parts and p.suffix != ".pyc")
+
+
 def tree_id(folder: Path) -> str:
     """SHA-256 over the relative names and the contents of a folder's files, byte code left out."""
     digest = hashlib.sha256()
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        if "__pycache__" in path.parts or path.suffix == ".pyc":
-            continue
+    for path in _files(folder):
         content = hashlib.sha256(path.read_bytes()).hexdigest()
         digest.update(f"{path.relative_to(folder).as_posix()}\0{content}\n".encode())
     return digest.hexdigest()

@@ -155,9 +155,12 @@ def _prove_gone(server: Owned, port: int) -> None:
     pids = {p.pid for p in server.members} | {server.main.pid}
     deadline = time.monotonic() + _DEVICE_WAIT_S
     while time.monotonic() < deadline:
-        holding = [u for u in devices.compute_apps() if u.pid in pids and not _reused(u.pid, server)]
+        uses = devices.compute_apps()
+        holding = [u for u in uses if u.pid in pids and not _reused(u.pid, server)]
         listening = [p for p in listeners(port) if p in pids and not _reused(p, server)]
         if not holding and not listening:
+            for use in uses:
+                log(f"device memory of somebody else, left alone: {use.mebibytes} MiB, {describe(use.pid)}")
             return
         time.sleep(1.0)
     raise TryAgain(

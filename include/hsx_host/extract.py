@@ -10,20 +10,15 @@ a sample that kills the server is found (see ``suspects``).
 from __future__ import annotations
 
 import errno
-import os
-import queue
 import shutil
-import threading
 import time
 from argparse import ArgumentParser, Namespace
-from collections import deque
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from hsx_host import borrow, formats, pace, proof, state, suspects
-from hsx_host.client import Captured, Client, NoSpace, SampleFault, ServerGone, live_engine, ready_norm_class
+from hsx_host.client import Client, NoSpace, ServerGone, live_engine, ready_norm_class
 from hsx_host.contract import PlanResult, RunSpec, ShardSummary
-from hsx_host.dataset import Sample
+from hsx_host.crew import Crew, failed_line
 from hsx_host.errors import BadInput, Refused, TryAgain
 from hsx_host.fingerprint import DatasetSemantics, opened
 from hsx_host.manifest import (
@@ -35,12 +30,10 @@ from hsx_host.manifest import (
     resume,
     rewrite,
 )
-from hsx_host.progress import Progress, log
-from hsx_host.shards import ShardFiles, ShardInput, read_input, shard_ids, shard_name, sync_folder
+from hsx_host.progress import log
+from hsx_host.shards import ShardFiles, ShardInput, read_input, shard_ids, shard_name
 
 HELP = "extract one shard: resumable, concurrent, self-checking"
-
-_STOP_WAIT_S = 15.0
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -59,22 +52,6 @@ def run(spec: RunSpec, args: Namespace) -> ShardSummary:
         return _Shard(spec, dataset, meaning, files).extract()
 
 
-@dataclass
-class _Work:
-    """What the threads share. ``todo`` holds positions of the shard's input, longest sample first."""
-
-    todo: deque[int]
-    tries: dict[int, int] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    stop: threading.Event = field(default_factory=threading.Event)
-    ended: queue.SimpleQueue[Exception | None] = field(default_factory=queue.SimpleQueue)  # one entry a thread
-    flying: set[int] = field(default_factory=set)  # positions that the server was asked for and has not answered
-    left: int = 0  # samples without a verdict
-    later: int = 0  # those of them that are not this phase's
-    tokens: int = 0
-    bytes: int = 0
-
-
 class _Shard:
     def __init__(self, spec: RunSpec, dataset: Path, meaning: DatasetSemantics, files: ShardFiles) -> None:
         self._spec, self._dataset, self._meaning, self._files = spec, dataset, meaning, files
@@ -88,25 +65,20 @@ class _Shard:
         self._failed: dict[int, Failed] = {}
         self._suspects: dict[int, suspects.Suspect] = {}
         self._began = 0.0
+        self._tokens = 0
 
     def extract(self) -> ShardSummary:
         began = time.monotonic()
         self._began = time.time()
         todo = self._resume()
         asked = self._without_guilty(todo)
-        work = _Work(todo=deque(), left=len(asked))
         if asked:
             try:
                 with borrow.extraction_server(self._spec):
-                    first = time.time()
-                    try:
-                        self._extract(work, asked)
-                    finally:
-                        if work.tokens:
-                            pace.keep(self._spec, work.tokens, first, time.time())
+                    self._extract(asked)
             finally:
                 shutil.rmtree(self._files.tmp, ignore_errors=True)
-        summary = self._summary(work, len(todo), time.monotonic() - began)
+        summary = self._summary(len(todo), time.monotonic() - began)
         self._verdict(summary)
         return summary
 
@@ -144,100 +116,57 @@ class _Shard:
         ledger: Ledger[Failed] = Ledger(self._files.failures)
         for i in todo:
             if self._row(i) in guilty:
-                self._fail(i, self._suspects[self._row(i)].reason, self._suspects[self._row(i)].deaths, ledger)
+                suspect = self._suspects[self._row(i)]
+                line = failed_line(self._input.sample(i), suspect.reason, suspect.deaths)
+                ledger.append(line)
+                self._failed[line.index] = line
         ledger.close()
         return [i for i in todo if self._row(i) not in guilty]
 
     def _row(self, i: int) -> int:
         return int(self._input.rows[i])
 
-    def _extract(self, work: _Work, todo: list[int]) -> None:
+    def _extract(self, todo: list[int]) -> None:
         engine = live_engine(self._spec)
         proof.keep_norm(engine.spool, ready_norm_class(engine.spool), self._dataset)
-        client = Client(engine, self._form, self._shape, self._files.tmp, self._spec.data.request_timeout_s)
-        published: Ledger[Published] = Ledger(self._files.manifest)
-        failed: Ledger[Failed] = Ledger(self._files.failures)
-        progress = Progress("extract", len(todo))
+        data = self._spec.data
+        client = Client(engine, self._form, self._shape, self._files.tmp, data.request_timeout_s)
+        crew = Crew(client, self._form, self._files, self._input, tries=data.tries, left=len(todo))
         alone = [i for i in todo if self._row(i) in self._suspects]
+        began = time.time()
         try:
             if alone:
                 log(f"{len(alone)} samples were in flight when the server died: each is asked for alone first")
-                self._phase(alone, 1, client, work, progress, published, failed)
-            rest = [i for i in todo if self._row(i) not in self._suspects]
-            self._phase(rest, self._spec.data.concurrency, client, work, progress, published, failed)
+                crew.run(alone, 1)
+            crew.run([i for i in todo if self._row(i) not in self._suspects], data.concurrency)
             guilty = [s for s in self._suspects.values() if s.guilty(self._spec.run_id)]
             suspects.write(self._files.suspects, guilty)
+        except Exception as e:
+            if isinstance(e, ServerGone):
+                self._died(crew, str(e))
+            self._published |= crew.published
+            raise self._translated(e, crew.left) from None
         finally:
-            with work.lock:  # no thread appends any more once this is held: they look at ``stop`` under it
-                work.stop.set()
-                published.close()
-                failed.close()
+            crew.close()
+            if crew.tokens:
+                pace.keep(self._spec, crew.tokens, began, time.time())
+        self._published |= crew.published
+        self._failed |= crew.failed
+        self._tokens = crew.tokens
 
-    def _phase(
-        self,
-        todo: list[int],
-        count: int,
-        client: Client,
-        work: _Work,
-        progress: Progress,
-        published: Ledger[Published],
-        failed: Ledger[Failed],
-    ) -> None:
-        """Samples with at most ``count`` in flight, until each has its verdict."""
-        work.todo, work.later = deque(todo), work.left - len(todo)
-        threads = [
-            threading.Thread(target=self._worker, args=(client, work, published, failed), daemon=True)
-            for _ in range(max(1, min(count, len(todo))))
-        ]
-        try:
-            for thread in threads:
-                thread.start()
-            self._watch(work, len(threads), client, progress, failed)
-        except BaseException:
-            work.stop.set()
-            raise
-        finally:
-            if any(t.is_alive() for t in threads):
-                client.abort()
-            end = time.monotonic() + _STOP_WAIT_S
-            for thread in threads:
-                thread.join(max(0.0, end - time.monotonic()))
-
-    def _watch(self, work: _Work, threads: int, client: Client, progress: Progress, failed: Ledger[Failed]) -> None:
-        """Until every thread has ended: tell progress. The first error of a thread that is no sample's ends all."""
-        while threads:
-            with work.lock:
-                done, tokens, size = progress.total - work.left, work.tokens, work.bytes
-            progress.update(done, tokens=tokens, bytes=size)
-            try:
-                error = work.ended.get(timeout=1)
-                threads -= 1
-            except queue.Empty:
-                if client.server_lives():
-                    continue
-                error = ServerGone("the extraction server is gone: a process of it has ended")
-            if error is not None:
-                with work.lock:
-                    work.stop.set()
-                    flying = sorted(work.flying)
-                    if isinstance(error, ServerGone):
-                        self._died(flying, str(error), failed)
-                raise self._translated(error, work)
-        progress.update(progress.total - work.left, tokens=work.tokens, bytes=work.bytes)
-
-    def _died(self, flying: list[int], why: str, failed: Ledger[Failed]) -> None:
+    def _died(self, crew: Crew, why: str) -> None:
         """Remember what was in flight when the server died; what was alone again goes to the ledger."""
-        rows = [(self._row(i), self._input.hash[i].tobytes()) for i in flying]
+        rows = [(self._row(i), self._input.hash[i].tobytes()) for i in sorted(crew.flying)]
         self._suspects = suspects.died(self._suspects, rows, self._spec.run_id, why)
-        standing = [s for row, s in self._suspects.items() if row not in self._published]
-        suspects.write(self._files.suspects, standing)
-        for i in flying:
+        done = self._published.keys() | crew.published.keys()
+        suspects.write(self._files.suspects, [s for row, s in self._suspects.items() if row not in done])
+        for i in crew.flying:
             suspect = self._suspects[self._row(i)]
             if suspect.guilty(self._spec.run_id):
-                self._fail(i, suspect.reason, suspect.deaths, failed)
+                crew.fail(i, suspect.reason, suspect.deaths)
 
-    def _translated(self, error: Exception, work: _Work) -> Exception:
-        left = f"{work.left} samples of shard {self._files.id:05d} are left"
+    def _translated(self, error: Exception, count: int) -> Exception:
+        left = f"{count} samples of shard {self._files.id:05d} are left"
         if isinstance(error, ServerGone):
             return TryAgain(
                 f"{error}; {left}",
@@ -260,89 +189,7 @@ class _Shard:
             )
         return error
 
-    def _worker(self, client: Client, work: _Work, published: Ledger[Published], failed: Ledger[Failed]) -> None:
-        try:
-            while not work.stop.is_set():
-                with work.lock:
-                    if work.left == work.later:
-                        break
-                    i = work.todo.popleft() if work.todo else None
-                    if i is not None:
-                        work.flying.add(i)
-                if i is None:  # others' samples may still come back for another try
-                    work.stop.wait(0.05)
-                    continue
-                self._one(i, client, work, published, failed)
-            work.ended.put(None)
-        except Exception as e:
-            work.ended.put(e)
-
-    def _one(self, i: int, client: Client, work: _Work, published: Ledger[Published], failed: Ledger[Failed]) -> None:
-        sample = self._input.sample(i)
-        try:
-            captured = client.capture(sample)
-        except SampleFault as fault:
-            with work.lock:
-                work.flying.discard(i)
-                if work.stop.is_set():
-                    return  # its request was aborted by us
-                tries = work.tries[i] = work.tries.get(i, 0) + 1
-                if not fault.final and tries < self._spec.data.tries:
-                    log(f"row {sample.row}, try {tries} of {self._spec.data.tries}: {fault.reason}")
-                    work.todo.append(i)
-                    return
-                self._fail(i, fault.reason, tries, failed)
-                work.left -= 1
-            return
-        with work.lock:
-            work.flying.discard(i)
-        self._publish(sample, captured, work, published)
-
-    def _fail(self, i: int, reason: str, tries: int, failed: Ledger[Failed]) -> None:
-        """One sample's end in the ledger."""
-        sample = self._input.sample(i)
-        log(f"row {sample.row} failed after {tries} tries: {reason}")
-        line = Failed(sample.row, len(sample.ids), sample.hash.hex(), reason, tries, time.time())
-        failed.append(line)
-        self._failed[sample.row] = line
-
-    def _publish(self, sample: Sample, captured: Captured, work: _Work, published: Ledger[Published]) -> None:
-        """Data first, then its name, then the manifest."""
-        name = self._form.file_name(sample.row)
-        try:
-            fd = os.open(captured.path, os.O_RDONLY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            line = Published(
-                index=sample.row,
-                tokens=len(sample.ids),
-                file=f"{self._form.FOLDER}/{name}",
-                bytes=captured.bytes,
-                ids_hash=sample.hash.hex(),
-                crc32=captured.crc32,
-                next_token=captured.next_token,
-                rid=captured.rid,
-                time=time.time(),
-            )
-            with work.lock:
-                if work.stop.is_set():
-                    captured.path.unlink(missing_ok=True)
-                    return
-                captured.path.replace(self._folder / name)
-                sync_folder(self._folder)
-                published.append(line)
-                self._published[sample.row] = line
-                work.left -= 1
-                work.tokens += line.tokens
-                work.bytes += line.bytes
-        except OSError as e:
-            if e.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise NoSpace(str(e)) from None
-            raise
-
-    def _summary(self, work: _Work, todo: int, seconds: float) -> ShardSummary:
+    def _summary(self, todo: int, seconds: float) -> ShardSummary:
         lines = list(self._published.values())
         seed = f"{self._meaning.dataset_id} {self._files.id}"
         chosen = proof.seeded(lines, self._spec.data.proof_samples, seed)
@@ -368,7 +215,7 @@ class _Shard:
             tokens=sum(line.tokens for line in lines),
             bytes=sum(line.bytes for line in lines),
             seconds=round(seconds, 3),
-            tok_s=round(work.tokens / seconds, 1) if seconds > 0 else 0.0,
+            tok_s=round(self._tokens / seconds, 1) if seconds > 0 else 0.0,
             proof=text,
             failures=[f"row {f.index} after {f.tries} tries: {f.reason}" for f in list(self._failed.values())[:20]],
         )

@@ -202,6 +202,8 @@ def _strays(
 ) -> Iterator[str]:
     """Files in the format's folder that no manifest names. Rows of shards out of scope belong to other runs."""
     for shard in shard_ids(dataset):
+        if spec.data.shards and shard not in spec.data.shards:
+            continue
         manifest = ShardFiles(dataset, shard).manifest
         for path in sorted(manifest.parent.iterdir()):
             if is_second_manifest(path) and path != damaged_path(manifest):

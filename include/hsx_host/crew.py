@@ -1,0 +1,197 @@
+"""The threads that ask for a shard's samples, several in flight, and publish what is whole.
+
+A sample is published by fsync, rename and a synced line in the manifest, in that order, so that a crash at any moment
+loses at most what was in flight. What fails is tried again, then gets its line in the failures.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from hsx_host.client import Captured, Client, NoSpace, SampleFault, ServerGone
+from hsx_host.dataset import Sample
+from hsx_host.formats import DirectFormat
+from hsx_host.manifest import Failed, Ledger, Published
+from hsx_host.progress import Progress, log
+from hsx_host.shards import ShardFiles, ShardInput, sync_folder
+
+_STOP_WAIT_S = 15.0
+
+
+class Crew:
+    """Of one shard and one call. Samples are named by their position in the shard's input.
+
+    :param tries: how often a sample is asked for before it has failed.
+    :param left: how many samples get a verdict in this call (for progress).
+    """
+
+    def __init__(
+        self, client: Client, form: DirectFormat, files: ShardFiles, given: ShardInput, *, tries: int, left: int
+    ) -> None:
+        self._client, self._form, self._input, self._tries_allowed = client, form, given, tries
+        self._folder: Path = files.dataset / form.FOLDER
+        self._manifest: Ledger[Published] = Ledger(files.manifest)
+        self._failures: Ledger[Failed] = Ledger(files.failures)
+        self._progress = Progress("extract", left)
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()  # one entry a thread
+        self._todo: deque[int] = deque()
+        self._tries: dict[int, int] = {}
+        self._phase_left = 0
+        self.flying: set[int] = set()  # asked for and not answered; what it holds after an error was in flight then
+        self.left = left  # samples without a verdict
+        self.published: dict[int, Published] = {}
+        self.failed: dict[int, Failed] = {}
+
+    @property
+    def tokens(self) -> int:
+        """Tokens published so far."""
+        return sum(line.tokens for line in list(self.published.values()))
+
+    def run(self, todo: Sequence[int], count: int) -> None:
+        """Samples with at most ``count`` in flight, until each has its verdict.
+
+        :raises ServerGone: or what else is no sample's fault (``NoSpace``, OSError); nothing is published any more.
+        """
+        self._todo, self._phase_left = deque(todo), len(todo)
+        threads = [threading.Thread(target=self._worker, daemon=True) for _ in range(max(1, min(count, len(todo))))]
+        try:
+            for thread in threads:
+                thread.start()
+            self._watch(len(threads))
+        except BaseException:
+            self._stop.set()
+            raise
+        finally:
+            if any(t.is_alive() for t in threads):
+                self._client.abort()
+            end = time.monotonic() + _STOP_WAIT_S
+            for thread in threads:
+                thread.join(max(0.0, end - time.monotonic()))
+
+    def fail(self, i: int, reason: str, tries: int) -> None:
+        """A sample's end in the failures."""
+        line = failed_line(self._input.sample(i), reason, tries)
+        self._failures.append(line)
+        self.failed[line.index] = line
+
+    def close(self) -> None:
+        """Nothing is appended any more once this returns: the threads look at ``_stop`` under the lock."""
+        with self._lock:
+            self._stop.set()
+            self._manifest.close()
+            self._failures.close()
+
+    def _watch(self, threads: int) -> None:
+        """Until every thread has ended: tell progress. The first error of a thread that is no sample's ends all."""
+        while threads:
+            self._tell()
+            try:
+                error = self._ended.get(timeout=1)
+                threads -= 1
+            except queue.Empty:
+                if self._client.server_lives():
+                    continue
+                error = ServerGone("the extraction server is gone: a process of it has ended")
+            if error is not None:
+                with self._lock:
+                    self._stop.set()
+                raise error
+        self._tell()
+
+    def _tell(self) -> None:
+        with self._lock:
+            done, size = self._progress.total - self.left, sum(line.bytes for line in self.published.values())
+        self._progress.update(done, tokens=self.tokens, bytes=size)
+
+    def _worker(self) -> None:
+        try:
+            while not self._stop.is_set():
+                with self._lock:
+                    if not self._phase_left:
+                        break
+                    i = self._todo.popleft() if self._todo else None
+                    if i is not None:
+                        self.flying.add(i)
+                if i is None:  # others' samples may still come back for another try
+                    self._stop.wait(0.05)
+                    continue
+                self._one(i)
+            self._ended.put(None)
+        except Exception as e:
+            self._ended.put(e)
+
+    def _one(self, i: int) -> None:
+        sample = self._input.sample(i)
+        try:
+            captured = self._client.capture(sample)
+        except SampleFault as fault:
+            self._faulty(i, sample, fault)
+            return
+        self._publish(i, sample, captured)
+
+    def _faulty(self, i: int, sample: Sample, fault: SampleFault) -> None:
+        with self._lock:
+            if self._stop.is_set():
+                return  # its request was aborted by us
+            self.flying.discard(i)
+            tries = self._tries[i] = self._tries.get(i, 0) + 1
+            if not fault.final and tries < self._tries_allowed:
+                log(f"row {sample.row}, try {tries} of {self._tries_allowed}: {fault.reason}")
+                self._todo.append(i)
+                return
+            self.fail(i, fault.reason, tries)
+            self._settle()
+
+    def _settle(self) -> None:
+        self.left -= 1
+        self._phase_left -= 1
+
+    def _publish(self, i: int, sample: Sample, captured: Captured) -> None:
+        """Data first, then its name, then the manifest."""
+        name = self._form.file_name(sample.row)
+        try:
+            fd = os.open(captured.path, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            line = Published(
+                index=sample.row,
+                tokens=len(sample.ids),
+                file=f"{self._form.FOLDER}/{name}",
+                bytes=captured.bytes,
+                ids_hash=sample.hash.hex(),
+                crc32=captured.crc32,
+                next_token=captured.next_token,
+                rid=captured.rid,
+                time=time.time(),
+            )
+            with self._lock:
+                if self._stop.is_set():
+                    captured.path.unlink(missing_ok=True)
+                    return
+                self.flying.discard(i)
+                captured.path.replace(self._folder / name)
+                sync_folder(self._folder)
+                self._manifest.append(line)
+                self.published[sample.row] = line
+                self._settle()
+        except OSError as e:
+            if e.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise NoSpace(str(e)) from None
+            raise
+
+
+def failed_line(sample: Sample, reason: str, tries: int) -> Failed:
+    """A sample's line of the failures, told to the log as well."""
+    log(f"row {sample.row} failed after {tries} tries: {reason}")
+    return Failed(sample.row, len(sample.ids), sample.hash.hex(), reason, tries, time.time())

@@ -30,6 +30,7 @@ from hsx_operators.servers import (
 )
 from hsx_operators.shapes import HostShape, Shape, shapes
 from hsx_operators.spec import AS_PROFILE
+from hsx_operators.topup import TopUpOperator
 from hsx_operators.verdict import VerdictOperator
 
 DOC = """
@@ -142,7 +143,10 @@ def borrow(host: HostShape, shards: XComArg, disk: XComArg) -> tuple[BaseOperato
 def one_host(host: HostShape, approve: BaseOperator, shards: XComArg, disk: XComArg) -> list[BaseOperator]:
     """The runbook of one host; the steps that the verdict waits for."""
     first, (verify, restore, production_healthy, after) = borrow(host, shards, disk)
-    handoff = TrainingHandoffOperator(task_id="handoff", pool=host.pool)
+    # Also where all but the hand-off was done before: then the gate skips the rest.
+    handoff = TrainingHandoffOperator(
+        task_id="handoff", behind=verify.task_id, trigger_rule=TriggerRule.NONE_FAILED, pool=host.pool
+    )
     approve >> first
     [verify, after] >> handoff
     return [restore, production_healthy, after, handoff]
@@ -198,19 +202,31 @@ def extraction(dag_id: str, profiles: list[str], shape: Shape) -> DAG:
         names = [host.name for host in shape.hosts if host.name]
         pool = shape.hosts[0].pool
         plan = PlanOperator(task_id="plan", hosts=names, pool=pool)
-        run, planned, shards = XComArg(plan, "run"), XComArg(plan, "plan"), XComArg(plan, "shards")
+        run = XComArg(plan, "run")
+        # Before the host is borrowed: production itself answers.
+        top_up = TopUpOperator(task_id="top_up", hosts=names, pool=pool)
+        planned, shards = XComArg(top_up, "plan"), XComArg(top_up, "shards")
         disk_check = DiskSpaceOperator(task_id="disk_check", pool=pool)
         disk = disk_check.output
-        gate = GateOperator(task_id="gate", run=run, plan=planned, shards=shards, disk=disk)
+        gate = GateOperator(
+            task_id="gate",
+            run=run,
+            plan=planned,
+            shards=shards,
+            disk=disk,
+            handoff_task_id="" if names else "handoff",
+        )
         # Asked for before the host is borrowed, so that production never waits for a person.
         approve_cleanup = ApproveCleanupOperator(task_id="approve_cleanup", disk=disk, run=run)
-        plan >> disk_check >> gate >> approve_cleanup
+        plan >> top_up >> disk_check >> gate >> approve_cleanup
 
         if names:
-            ends = several_hosts(shape.hosts, approve_cleanup, XComArg(plan, "shares"), disk)
+            ends = several_hosts(shape.hosts, approve_cleanup, XComArg(top_up, "shares"), disk)
         else:
             ends = one_host(shape.hosts[0], approve_cleanup, gate.output, disk)
-        ends >> VerdictOperator(task_id="verdict", hosts=names).as_teardown(on_failure_fail_dagrun=True)
+        ends >> VerdictOperator(task_id="verdict", hosts=names, plan_task_id="top_up").as_teardown(
+            on_failure_fail_dagrun=True
+        )
     return dag
 
 

@@ -24,7 +24,7 @@ def text(client: AirflowClient, run_id: str, state: str) -> str:
         if t.task_id == "extract" and t.map_index >= 0
     ]
     parts = [f"run {run_id}: {state}", *stage_lines(tasks)]
-    parts += data_lines(result("plan", "plan"), [s for s in shards if s], result("probe"), result("verify"))
+    parts += data_lines(result("top_up", "plan"), [s for s in shards if s], result("probe"), result("verify"))
     parts += production_lines(result("restore"), result("benchmark_before"), result("benchmark_after"))
     parts += handoff_lines(result("handoff"))
     return "\n".join(parts)

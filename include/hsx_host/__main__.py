@@ -186,7 +186,7 @@ def _overview() -> str:
         __doc__ or "",
         "verbs:",
     ]
-    lines += [f"  {verb:<10} {verbs.load(verb).HELP}" for verb in verbs.VERBS]
+    lines += [f"  {verb:<14} {verbs.load(verb).HELP}" for verb in verbs.VERBS]
     return "\n".join([*lines, "", EXIT_CODES, ""])
 
 

@@ -101,6 +101,61 @@ class CleanupSettings:
 
 
 @dataclass(frozen=True)
+class TopUpSettings:
+    """More samples by the model itself: answers of production to given prompts, until the data set has ``samples``.
+
+    ``prompts`` is a ``.jsonl`` file on the host: ``{"prompt": text}``, ``{"messages": [...]}`` or ``{"input_ids":
+    [...]}`` a line. The seed orders the prompts and is handed on with each request.
+    """
+
+    samples: int
+    prompts: str
+    concurrency: int = 8
+    temperature: float = 0.7
+    top_p: float = 1.0
+    seed: int = 0
+    max_new_tokens: int = 512
+    tries: int = 3
+    request_timeout_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class AcceptanceSettings:
+    """A target served alone and with a drafter, under the same prompts. ``server`` is the target alone.
+
+    ``prompts`` as for a top-up; empty takes prompts of the data set itself, which the drafter has seen. ``steps`` draft
+    tokens in a chain; ``draft_flags`` are added to the server with the drafter. ``minimum``: the acceptance length
+    (tokens a step of the target, 1.0 without any draft) below which the verb refuses; 0 only tells.
+    """
+
+    server: ServerSettings
+    prompts: str = ""
+    samples: int = 32
+    output_tokens: int = 128
+    concurrency: int = 1
+    steps: int = 3
+    minimum: float = 0.0
+    draft_flags: list[str] = field(default_factory=list)
+    draft_env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """One training. ``command`` may hold the places of ``hsx_host.trainers``; ``format`` is what it reads.
+
+    ``root``: below it, each data set's drafter has a folder of its own, named by ``name`` and the data's hash.
+    """
+
+    name: str
+    command: list[str]
+    format: str
+    root: str
+    python: str
+    env: dict[str, str] = field(default_factory=dict)
+    acceptance: AcceptanceSettings | None = None
+
+
+@dataclass(frozen=True)
 class RunSpec:
     """The frozen plan of one run: every verb takes it, nothing else decides what a verb does."""
 
@@ -116,6 +171,8 @@ class RunSpec:
     benchmark: BenchmarkSettings
     cleanup: CleanupSettings
     lease_ttl_s: float = 900.0
+    top_up: TopUpSettings | None = None
+    training: TrainingSettings | None = None
 
 
 # ---------------------------------------------------------------- what verbs answer
@@ -176,6 +233,8 @@ class PlanResult:
     """What would be extracted. ``todo_*`` leave out what is already published; ``rejects`` names at most 20 rows.
 
     ``pace``: what was measured here before, None before the first shard.
+    ``rows`` are the data file's; ``valid`` counts the ``top_ups`` too, which lie in shards of their own.
+    ``handed_off``: the hand-off that is there is of what is published now.
     """
 
     dataset_id: str
@@ -193,6 +252,8 @@ class PlanResult:
     shards: list[ShardPlan]
     rejects: list[str]
     pace: Pace | None = None
+    top_ups: int = 0
+    handed_off: bool = False
 
 
 @dataclass(frozen=True)
@@ -381,6 +442,7 @@ class HandoffResult:
     """What training needs; ``handoff.json`` is the same. ``layer_ids`` are per engine, three ids, the final apart."""
 
     path: str
+    profile: str
     dataset_id: str
     dataset_dir: str
     samples: int
@@ -398,6 +460,77 @@ class HandoffResult:
 
 
 JOB_DEADLINE = 124  # a job's ``rc`` where its deadline ended it
+
+
+@dataclass(frozen=True)
+class TopUpResult:
+    """After a top-up. ``had`` valid samples of the data file, ``wanted`` by the profile, ``made`` in all by top-ups."""
+
+    path: str
+    wanted: int
+    had: int
+    made: int
+    now: int
+    dropped: int
+    tokens: int
+    seconds: float
+    text: str
+
+
+@dataclass(frozen=True)
+class HandoffCheck:
+    """A hand-off as the training host finds it. ``data`` is the folder of the format that the trainer reads."""
+
+    handoff: str
+    dataset_id: str
+    data: str
+    samples: int
+    tokens: int
+    manifest_sha256: str
+    work: str
+    command: list[str]
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """After a training. ``drafter`` is the folder of its newest checkpoint."""
+
+    name: str
+    work: str
+    drafter: str
+    seconds: float
+    resumed: bool
+
+
+@dataclass(frozen=True)
+class ServedFigures:
+    """One server under the acceptance prompts. ``acceptance_length``: tokens a step of the target (1.0 alone)."""
+
+    output_tok_s: float
+    tokens: int
+    seconds: float
+    acceptance_length: float
+    same_output: int
+
+
+@dataclass(frozen=True)
+class AcceptanceResult:
+    """The target alone and with the drafter. ``speedup`` is the ratio of output tokens a second.
+
+    ``same_output`` counts prompts whose greedy answer is the same with the drafter: rounding of the verified batch may
+    change some.
+    """
+
+    drafter: str
+    prompts: str
+    held_out: bool
+    samples: int
+    steps: int
+    alone: ServedFigures
+    drafted: ServedFigures
+    speedup: float
+    ok: bool
+    text: str
 
 
 @dataclass(frozen=True)

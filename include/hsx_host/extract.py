@@ -204,7 +204,7 @@ class _Shard:
                 fix="what this step extracted counts no longer: run probe, look at the capture plugin, extract again",
             )
         plan = state.read_document(PlanResult, self._dataset / "plan.json")
-        rows = plan.rows if plan else int(self._input.rows[-1]) + 1
+        rows = max(plan.rows if plan else 0, int(self._input.rows[-1]) + 1)
         return ShardSummary(
             shard=self._files.id,
             name=shard_name(self._files.id, self._meaning.shard_size, rows),

@@ -7,13 +7,15 @@ wants beside the samples.
 from __future__ import annotations
 
 import hashlib
+import shlex
 from argparse import ArgumentParser, Namespace
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from hsx_host import formats, proof, state, verify
-from hsx_host.contract import HandoffResult, RunSpec
-from hsx_host.errors import Refused
+from hsx_host import drafter, formats, proof, state, verify
+from hsx_host.contract import ContractError, HandoffResult, RunSpec, decode
+from hsx_host.errors import BadInput, Refused
 from hsx_host.fingerprint import DatasetSemantics, opened
 from hsx_host.shards import ShardFiles, shard_ids
 
@@ -27,7 +29,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(spec: RunSpec, args: Namespace) -> HandoffResult:
     """The hand-off of all that is published; Refused where a shard of this run is not whole."""
     dataset, meaning = opened(spec)
-    report = verify.check(spec, dataset, meaning, deep=False, whole=True)
+    found = verify.census(spec, dataset, whole=True)
+    report = verify.check(spec, dataset, meaning, deep=False, whole=True, found=found)
     if not report.ok:
         raise Refused(
             f"the data set is not whole ({report.missing} missing, {report.failed} failed): "
@@ -36,21 +39,23 @@ def run(spec: RunSpec, args: Namespace) -> HandoffResult:
             value=dataset,
             fix="extract the missing samples, then verify",
         )
-    lines = verify.census(spec, dataset, whole=True).published
+    lines = found.published
     form = formats.direct(meaning.formats)
     folder = dataset / form.FOLDER
     form.side_files(folder, {row: line.tokens for row, line in lines.items()}, asdict(meaning))
+    folders = {form.NAME: str(folder)}
     result = HandoffResult(
         path=str(dataset / "handoff.json"),
+        profile=spec.profile,
         dataset_id=meaning.dataset_id,
         dataset_dir=str(dataset),
         samples=report.samples,
         tokens=report.tokens,
         bytes=report.bytes,
-        formats={form.NAME: str(folder)},
+        formats=folders,
         layers=meaning.layers,
         final="before_norm: the residual stream behind the last block, before the final norm",
-        layer_ids=layer_ids(meaning.layers),
+        layer_ids=layer_ids(meaning.layers, meaning.architecture),
         norm={"kind": "RMSNorm", "eps": repr(meaning.norm_eps), "file": str(dataset / proof.NORM_FILE)},
         model={
             "path": meaning.model_path,
@@ -61,33 +66,78 @@ def run(spec: RunSpec, args: Namespace) -> HandoffResult:
         },
         engine={"name": meaning.engine, "version": meaning.engine_version},
         manifest_sha256=manifest_sha256(dataset),
-        commands=commands(meaning, folder),
+        commands=commands(meaning, folders),
     )
     state.write_document(dataset / "handoff.json", result)
     return result
 
 
-def layer_ids(layers: list[int]) -> dict[str, list[int]]:
+def layer_ids(layers: list[int], architecture: str) -> dict[str, list[int]]:
     """The same auxiliary layers in each tool's numbers; the final hidden state is never among them.
 
-    Some tools name the stream that enters block k, others the block k-1 that it comes out of. Source: the
-    tools' own code, at the versions named.
+    Some tools name the stream that enters block k, others the block k-1 that it comes out of. ``sglang_draft_config``
+    is what the drafter's config.json must say for this target. Source: the tools' own code, at the versions named.
     """
-    entering = ("hsx", "huggingface_hidden_states", "sglang_layers_to_capture", "vllm", "speculators_target_layer_ids")
-    leaving = ("sglang_llama_setter", "speculators_0.4_layer_ids", "specforge", "torchspec")
-    return {name: list(layers) for name in entering} | {name: [k - 1 for k in layers] for name in leaving}
+    entering = (
+        "hsx", "huggingface_hidden_states", "sglang_layers_to_capture", "sglang_deepseek_setter_since_25454", "vllm",
+        "speculators_target_layer_ids",
+    )  # fmt: skip
+    leaving = (
+        "sglang_llama_setter", "sglang_deepseek_setter_before_25454", "speculators_0.4_layer_ids", "specforge",
+        "torchspec",
+    )  # fmt: skip
+    named = {name: list(layers) for name in entering} | {name: [k - 1 for k in layers] for name in leaving}
+    with suppress(BadInput):  # no list leads there
+        named["sglang_draft_config"] = drafter.sglang_layer_ids(architecture, layers)
+    return named
 
 
-def commands(meaning: DatasetSemantics, folder: Path) -> dict[str, str]:
-    """Command lines that begin training on this data set. ``--legacy-data`` is the flag for v1 files."""
-    ids = " ".join(map(str, meaning.layers))
-    return {
-        "speculators_0.7": (
-            "python scripts/train.py --speculator-type eagle3 "
-            f"--verifier-name-or-path {meaning.model_path} --data-path {folder} --legacy-data --target-layer-ids {ids}"
+def commands(meaning: DatasetSemantics, folders: dict[str, str]) -> dict[str, str]:
+    """Command lines that begin training on this data set, one a trainer whose format it holds.
+
+    ``--legacy-data`` is speculators' flag for v1 files, ``--no-norm-before-residual`` makes a drafter that SGLang
+    serves. A format that is not there has the line that makes it.
+    """
+    ids, model = " ".join(map(str, meaning.layers)), shlex.quote(meaning.model_path)
+    below = ",".join(str(k - 1) for k in meaning.layers)
+    train = {
+        "speculators_v1": (
+            "speculators_0.7",
+            "python scripts/train.py --speculator-type eagle3 --no-norm-before-residual "
+            f"--verifier-name-or-path {model} --data-path {{data}} --legacy-data --target-layer-ids {ids}",
         ),
-        "convert_specforge": "python -m hsx_host convert --spec SPEC --format specforge --out DIR",
+        "speculators": (
+            "speculators_0.9",
+            "python scripts/train.py --speculator-type eagle3 --no-norm-before-residual "
+            f"--verifier-name-or-path {model} --data-path {{data}} --on-missing raise --target-layer-ids {ids}",
+        ),
+        "specforge": (
+            "specforge_0.2",
+            f"specforge train --config CONFIG model.target_model_path={model} data.hidden_states_path={{data}} "
+            f"training.strategy=eagle3 'model.aux_hidden_state_layer_ids=[{below}]'",
+        ),
+        "modelopt": (
+            "modelopt",
+            f"accelerate launch examples/speculative_decoding/main.py --mode eagle3 --model_name_or_path {model} "
+            "--offline-data-path {data} --output_dir DIR",
+        ),
     }
+    lines = {}
+    for form, (name, line) in train.items():
+        if form in folders:
+            lines[name] = line.format(data=shlex.quote(folders[form]))
+        else:
+            lines[f"convert_{form}"] = f"python -m hsx_host convert --spec SPEC --format {form} --out DIR"
+    return lines
+
+
+def is_current(dataset: Path) -> bool:
+    """Whether the hand-off that is there is of the manifests as they are now."""
+    try:
+        found = decode(HandoffResult, (dataset / "handoff.json").read_bytes())
+    except (OSError, ContractError):  # none, or of an older hsx
+        return False
+    return found.manifest_sha256 == manifest_sha256(dataset)
 
 
 def manifest_sha256(dataset: Path) -> str:

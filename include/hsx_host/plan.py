@@ -7,14 +7,16 @@ is its line number, rejects included. With ``--dry-run`` nothing is written belo
 
 from __future__ import annotations
 
+import itertools
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from hsx_host import formats, pace, state
+from hsx_host import formats, handoff, pace, state, topup
 from hsx_host.contract import PlanResult, RunSpec, ShardPlan, encode
 from hsx_host.dataset import Reject, Sample, read_samples
 from hsx_host.errors import BadInput, Refused
@@ -46,6 +48,7 @@ class _Counts:
     done: int = 0
     duplicates: int = 0
     longest: int = 0
+    top_ups: int = 0
     rejects: list[Reject] = field(default_factory=list)
     seen: set[bytes] = field(default_factory=set)
 
@@ -65,7 +68,7 @@ def run(spec: RunSpec, args: Namespace) -> PlanResult:
         _discard(draft)  # what a killed plan left
         try:
             counts, shards = _pass(spec, meaning, facts, folder, None if args.dry_run else draft)
-            _check(spec, counts, len(shards))
+            _check(spec, counts, {s.id for s in shards})
             _check_nothing_lost(spec, folder, counts)
             result = _result(spec, meaning, folder, counts, shards)
             if not args.dry_run:
@@ -102,7 +105,20 @@ def _pass(
             told = time.monotonic()
             log(f"plan: {counts.rows} rows read, {len(counts.rejects)} rejected")
     shards.append(_close(spec, meaning, folder, len(shards), shard, counts, draft))
-    return counts, shards
+    return counts, [*shards, *_top_ups(spec, meaning, folder, counts, draft)]
+
+
+def _top_ups(
+    spec: RunSpec, meaning: DatasetSemantics, folder: Path, counts: _Counts, draft: Path | None
+) -> Iterator[ShardPlan]:
+    """The shards behind the data file's: what production has answered so far."""
+    by_shard = itertools.groupby(topup.Ledger(folder).kept(meaning.shard_size), lambda s: s.row // meaning.shard_size)
+    for shard, samples in by_shard:
+        members = list(samples)
+        for sample in members:
+            counts.top_ups += 1
+            _count(counts, sample)
+        yield _close(spec, meaning, folder, shard, members, counts, draft)
 
 
 def _keep(folder: Path, meaning: DatasetSemantics, draft: Path, counts: _Counts, result: PlanResult) -> None:
@@ -149,7 +165,8 @@ def _close(
     draft: Path | None,
 ) -> ShardPlan:
     """Size one shard that was read to its end, and write its input where the run has it to do."""
-    first, size = shard * spec.data.shard_size, counts.rows - shard * spec.data.shard_size
+    first = shard * spec.data.shard_size
+    size = len(samples) if shard >= topup.FIRST_SHARD else counts.rows - first
     hashes = {s.row: s.hash for s in samples}
     lines = newest(read_lines(ShardFiles(folder, shard).manifest, Published)[0])
     lost = sorted(set(lines) - set(hashes))
@@ -167,7 +184,7 @@ def _close(
     shape = formats.Shape(meaning.planes, meaning.hidden_size, meaning.dtype)
     return ShardPlan(
         id=shard,
-        name=shard_name(shard, spec.data.shard_size, counts.rows),
+        name=shard_name(shard, spec.data.shard_size, first + size),
         first_row=first,
         rows=size,
         todo=len(todo),
@@ -176,11 +193,12 @@ def _close(
     )
 
 
-def _check(spec: RunSpec, counts: _Counts, shards: int) -> None:
-    unknown = sorted(s for s in spec.data.shards if not 0 <= s < shards)
+def _check(spec: RunSpec, counts: _Counts, shards: set[int]) -> None:
+    unknown = sorted(s for s in spec.data.shards if s not in shards)
     if unknown:
         raise BadInput(
-            f"shard {unknown[0]} does not exist: {counts.rows} rows make shards 0 to {shards - 1}",
+            f"shard {unknown[0]} does not exist: {counts.rows} rows make shards 0 to "
+            f"{max(s for s in shards if s < topup.FIRST_SHARD)}",
             field="data.shards",
             value=spec.data.shards,
             fix="name shards that exist, or none for all",
@@ -247,4 +265,6 @@ def _result(
         shards=todo,
         rejects=[f"row {r.row}: {r.reason}" for r in counts.rejects[:_NAMED_REJECTS]],
         pace=pace.measured(spec),
+        top_ups=counts.top_ups,
+        handed_off=handoff.is_current(folder),
     )

@@ -122,9 +122,20 @@ def census(spec: RunSpec, dataset: Path, *, whole: bool = False) -> Census:
     return found
 
 
-def check(spec: RunSpec, dataset: Path, meaning: DatasetSemantics, *, deep: bool, whole: bool = False) -> VerifyReport:
-    """Look at everything; problems of files first, then one line each for what is missing and what failed."""
-    found = census(spec, dataset, whole=whole)
+def check(
+    spec: RunSpec,
+    dataset: Path,
+    meaning: DatasetSemantics,
+    *,
+    deep: bool,
+    whole: bool = False,
+    found: Census | None = None,
+) -> VerifyReport:
+    """Look at everything; problems of files first, then one line each for what is missing and what failed.
+
+    :param found: the census, where the caller has read the manifests already.
+    """
+    found = found or census(spec, dataset, whole=whole)
     form = formats.direct(meaning.formats)
     shape = formats.Shape(meaning.planes, meaning.hidden_size, meaning.dtype)
     problems = [*found.wrong, *_strays(spec, dataset, form, meaning, found), *_lost_shards(spec, dataset, found)]

@@ -1,4 +1,4 @@
-"""The program that is shipped to the host: ``hsx_host`` and ``patches``, named by their content."""
+"""The program that is shipped to the host: ``hsx_host``, ``hsx_train`` and ``patches``, named by their content."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hsx_operators import INCLUDE
 
-ROOMS = ("hsx_host", "patches")
+ROOMS = ("hsx_host", "hsx_train", "patches")
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Bundle:
 
 
 def make_bundle(include: Path = INCLUDE) -> Bundle:
-    """Read both rooms below ``include``; caches and byte code are left out.
+    """Read the rooms below ``include``; caches and byte code are left out.
 
     The hash runs over each file's path, length and bytes in the order of the paths, so that neither
     times nor the machine change it.

@@ -7,12 +7,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from airflow.sdk import Asset
+from airflow.sdk.exceptions import AirflowSkipException
 
 from hsx_host import contract as c
 from hsx_operators import errors
 from hsx_operators.answers import human_bytes, human_seconds
 from hsx_operators.base import HostVerbOperator
 from hsx_operators.hosts import POOL
+from hsx_operators.plan import HANDOFF_MISSED
 from hsx_operators.published import Told
 from hsx_operators.retry import HOST_RETRIES
 
@@ -143,14 +145,28 @@ class VerifyDatasetOperator(HostVerbOperator):
 
 
 class TrainingHandoffOperator(HostVerbOperator):
-    """Writes ``handoff.json`` and updates the Asset ``hsx_hidden_states``, on which a training DAG may be scheduled."""
+    """Writes ``handoff.json`` and updates the Asset ``hsx_hidden_states``, on which the training DAG is scheduled.
+
+    :param behind: with one host: the task that must have verified, or the gate must have found that an earlier run did
+        not come so far. Give it ``trigger_rule="none_failed"``: in the second case all that lies between is skipped.
+    """
 
     result_type = c.HandoffResult
     detached = False
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, *, behind: str = "", **kwargs: Any) -> None:
         kwargs.setdefault("outlets", [HIDDEN_STATES])
         super().__init__(**kwargs)
+        self.behind = behind
+
+    def execute(self, context: Context) -> Any:
+        """Skipped where this run has verified nothing and nothing was missed (a cleanup that a person refused)."""
+        ti = context["ti"]
+        if self.behind and not (
+            ti.xcom_pull(task_ids=self.behind) or ti.xcom_pull(task_ids="gate", key=HANDOFF_MISSED)
+        ):
+            raise AirflowSkipException("this run has verified nothing")
+        return super().execute(context)
 
     def verb(self, context: Context) -> list[str]:
         """``handoff``."""

@@ -97,6 +97,7 @@ class PlanOperator(HostVerbOperator):
                 "dry_run": bool(params.get("dry_run")),
                 "cleanup_policy": spec.cleanup.policy,
                 "benchmark": spec.benchmark.enabled,
+                "top_up": spec.top_up is not None,
                 "shard_retries": profile.tasks.shard_retries,
                 "lease_ttl_s": profile.tasks.lease_ttl_s,
             }
@@ -114,29 +115,11 @@ class PlanOperator(HostVerbOperator):
 
     def result(self, document: c.PlanResult, host: dict[str, Any], context: Context) -> None:
         """Tell in words what will be done; each part is an XCom of its own."""
-        plan = c.to_dict(document)
-        shards = plan.pop("shards")
-        for line in document.rejects:
-            self.log.warning("rejected: %s", line)
-        self.log.info(
-            "%s: %d rows, %d valid, %d rejected, %d duplicates, %d done; to do: %d samples in %d shards, %s tokens, %s",
-            document.dataset_id,
-            document.rows,
-            document.valid,
-            document.rejected,
-            document.duplicates,
-            document.done,
-            document.todo,
-            len(shards),
-            f"{document.todo_tokens:,}",
-            human_bytes(document.todo_bytes),
-        )
-        push = context["ti"].xcom_push
         runs = host.pop("runs")
         if self.hosts:
             self._share_out(document, host, runs, context)
-        for key, value in (("run", host), ("plan", plan), ("shards", shards)):
-            push(key=key, value=value)
+        context["ti"].xcom_push(key="run", value=host)
+        tell_plan(document, context["ti"], self.log)
 
     def _share_out(
         self, document: c.PlanResult, lead: dict[str, Any], runs: dict[str, dict[str, Any]], context: Context
@@ -147,13 +130,41 @@ class PlanOperator(HostVerbOperator):
                 if "problem" not in run and (why := unseen(document.dataset_id, lead, run)):
                     self.log.error("host %s is left out of this run: %s", name, why)
                     runs[name] = {"problem": why}
-        well = [name for name, run in runs.items() if "problem" not in run]
-        shares = spread(c.to_dict(document)["shards"], well)
         for name in self.hosts:
-            share = shares.get(name, [])
-            self.log.info("%s: %d shards, %s tokens", name, len(share), f"{sum(s['tokens'] for s in share):,}")
             context["ti"].xcom_push(key=run_key(name), value=runs[name])
-        context["ti"].xcom_push(key="shares", value=shares)
+        share_out(document, runs, context["ti"], self.log)
+
+
+def tell_plan(document: c.PlanResult, ti: Any, log: Any) -> None:
+    """A plan in words, and as the XComs ``plan`` and ``shards`` of the task."""
+    plan = c.to_dict(document)
+    shards = plan.pop("shards")
+    for line in document.rejects:
+        log.warning("rejected: %s", line)
+    log.info(
+        "%s: %d rows, %d valid, %d rejected, %d duplicates, %d done; to do: %d samples in %d shards, %s tokens, %s",
+        document.dataset_id,
+        document.rows,
+        document.valid,
+        document.rejected,
+        document.duplicates,
+        document.done,
+        document.todo,
+        len(shards),
+        f"{document.todo_tokens:,}",
+        human_bytes(document.todo_bytes),
+    )
+    for key, value in (("plan", plan), ("shards", shards)):
+        ti.xcom_push(key=key, value=value)
+
+
+def share_out(document: c.PlanResult, runs: dict[str, dict[str, Any]], ti: Any, log: Any) -> None:
+    """The plan's shards over the hosts that are well, as the XCom ``shares``."""
+    shares = spread(c.to_dict(document)["shards"], [name for name, run in runs.items() if "problem" not in run])
+    for name in runs:
+        share = shares.get(name, [])
+        log.info("%s: %d shards, %s tokens", name, len(share), f"{sum(s['tokens'] for s in share):,}")
+    ti.xcom_push(key="shares", value=shares)
 
 
 def check_hosts(profile: str, listed: list[str], made_of: list[str]) -> None:
@@ -191,13 +202,17 @@ def unseen(dataset_id: str, lead: dict[str, Any], run: dict[str, Any]) -> str:
 
 #: XCom of a task that skipped the rest of the run on purpose: why, in one sentence.
 SKIPPED_BECAUSE = "skipped_because"
+#: XCom of the gate: everything is published, and an earlier run ended before it was handed off.
+HANDOFF_MISSED = "handoff_missed"
 
 
 class GateOperator(BaseOperator, SkipMixin):
     """Ends the run green where it is a dry run or nothing is left to do: the rest is skipped, production untouched.
 
-    Its XCom is the list of shards, over which ``extract`` is mapped.
+    Its XCom is the list of shards, over which ``extract`` is mapped. A hand-off that an earlier run has missed is made
+    up: then only the task that makes it is left.
 
+    :param handoff_task_id: that task; empty where a missed hand-off isn't made up.
     :param run: plan's XCom ``run``.
     :param plan: plan's XCom ``plan``.
     :param shards: plan's XCom ``shards``.
@@ -208,9 +223,12 @@ class GateOperator(BaseOperator, SkipMixin):
     inherits_from_skipmixin = True
     ui_color = "#f3e6c8"
 
-    def __init__(self, *, run: Any, plan: Any, shards: Any, disk: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, *, run: Any, plan: Any, shards: Any, disk: Any, handoff_task_id: str = "handoff", **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
         self.run, self.plan, self.shards, self.disk = run, plan, shards, disk
+        self.handoff_task_id = handoff_task_id
 
     def execute(self, context: Context) -> list[dict[str, Any]]:
         """Skip everything downstream but the teardowns, or let it pass."""
@@ -221,7 +239,15 @@ class GateOperator(BaseOperator, SkipMixin):
         )
         foretold = foretell(self.run, plan, shards, self.disk)
         context["ti"].xcom_push(key=FORETOLD, value=foretold)
-        if not shards:
+        kept = ""
+        missed = not shards and plan["done"] and not plan["handed_off"] and not self.run["dry_run"]
+        if missed and self.handoff_task_id:
+            reason = (
+                f"Only the hand-off is missing: all {plan['done']:,} samples of {plan['dataset_id']} are published."
+            )
+            context["ti"].xcom_push(key=HANDOFF_MISSED, value=True)
+            kept = self.handoff_task_id
+        elif not shards:
             reason = f"Nothing to do: all {plan['done']:,} samples of {plan['dataset_id']} are published."
         elif self.run["dry_run"]:
             reason = f"Dry run: would extract {what} into {plan['dataset_dir']}. {self.disk['text']}"
@@ -233,6 +259,7 @@ class GateOperator(BaseOperator, SkipMixin):
             self.log.info("%s", line)
         # The skip ends the task with an exception of Airflow's, so that a returned value would be lost.
         context["ti"].xcom_push(key=SKIPPED_BECAUSE, value=reason)
-        rest = [t for t in context["task"].get_flat_relatives(upstream=False) if not t.is_teardown]
+        behind = context["task"].get_flat_relatives(upstream=False)
+        rest = [t for t in behind if not t.is_teardown and t.task_id != kept]
         self.skip(ti=context["ti"], tasks=rest)
         return []

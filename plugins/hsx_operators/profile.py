@@ -14,12 +14,13 @@ from zoneinfo import ZoneInfo
 
 import yaml
 from croniter import croniter
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from hsx_operators import INCLUDE
 from hsx_operators.errors import ProfileError
 from hsx_operators.hosts import HOST_NAME, POOL, host_bodies, moved
 from hsx_operators.problems import path_of, problem
+from hsx_operators.trainers import Training
 
 #: Formats of a data set that ``extract`` writes.
 FORMATS = ("speculators_v1",)
@@ -100,8 +101,20 @@ class Capture(_Model):
         return layers
 
 
+class TopUp(_Model):
+    """Answers of production to ``prompts`` (a ``.jsonl`` on the host), until the data set has ``samples_wanted``."""
+
+    prompts: Absolute
+    concurrency: Positive = 8
+    temperature: float = Field(0.7, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    seed: int = 0
+    max_new_tokens: Positive = 512
+    request_timeout_s: Seconds = 600
+
+
 class Data(_Model):
-    """The data set and how it is cut."""
+    """The data set and how it is cut. ``samples_wanted`` more than it has: ``top_up`` makes the rest."""
 
     path: Absolute
     name: str = Field("", pattern=r"^[A-Za-z0-9._-]*$")
@@ -111,6 +124,14 @@ class Data(_Model):
     tries: Positive = 3
     request_timeout_s: Seconds = 600
     proof_samples: Natural = 8
+    samples_wanted: Natural = 0
+    top_up: TopUp | None = None
+
+    @model_validator(mode="after")
+    def _top_up_has_prompts(self) -> Data:
+        if self.samples_wanted and self.top_up is None:
+            raise ValueError("samples_wanted needs data.top_up, which names the prompts")
+        return self
 
 
 class Load(_Model):
@@ -192,6 +213,7 @@ class Profile(_Model):
     cleanup: Cleanup = Cleanup()
     tasks: Tasks = Tasks()
     nightly: Nightly = Nightly()
+    training: Training | None = None
 
 
 # ------------------------------------------------------------------------------ files and variables

@@ -18,6 +18,7 @@ from typing import Any
 from hsx_host import contract as c
 from hsx_operators.errors import ConfigError, HsxOperatorError, ProfileError
 from hsx_operators.profile import FORMATS, FlagValue, Profile, load_profile
+from hsx_operators.trainers import training_settings
 
 #: What a run may choose besides the profile; the DAG's Params have these names.
 CHOICES = ("dataset", "shards", "output_root", "formats", "cleanup_policy", "benchmark")
@@ -92,7 +93,7 @@ def build_spec(profile: Profile, name: str, params: Mapping[str, Any], run_id: s
             ring_bytes=p.capture.ring_bytes,
         ),
         data=c.DataSettings(
-            **{**p.data.model_dump(), "path": path, "name": data_name},
+            **{**p.data.model_dump(exclude={"samples_wanted", "top_up"}), "path": path, "name": data_name},
             shards=parse_shards(params.get("shards") or ""),
         ),
         benchmark=c.BenchmarkSettings(
@@ -102,7 +103,40 @@ def build_spec(profile: Profile, name: str, params: Mapping[str, Any], run_id: s
         ),
         cleanup=c.CleanupSettings(policy=_policy(params, p), reserve_bytes=p.cleanup.reserve_bytes),
         lease_ttl_s=p.tasks.lease_ttl_s,
+        top_up=top_up(p),
+        training=training(p, production_args),
     )
+
+
+def top_up(p: Profile) -> c.TopUpSettings | None:
+    """None where the profile wants no more samples than the data file has."""
+    if not p.data.samples_wanted or p.data.top_up is None:
+        return None
+    return c.TopUpSettings(samples=p.data.samples_wanted, tries=p.data.tries, **p.data.top_up.model_dump())
+
+
+def training(p: Profile, production_args: list[str]) -> c.TrainingSettings | None:
+    """The profile's training; the acceptance serves as production does, but for its own flags and port."""
+    if p.training is None:
+        return None
+    wanted, python = p.training.acceptance, (p.training.host or p.host).python
+    if wanted is None:
+        return training_settings(p.training, python, None)
+    server = c.ServerSettings(
+        args=_address(apply_flags(production_args, wanted.flags), "127.0.0.1", wanted.port),
+        env={k: v for k, v in {**p.production.env, **wanted.env}.items() if v is not None},
+        host="127.0.0.1",
+        port=wanted.port,
+        start_timeout_s=p.production.start_timeout_s,
+        stop_grace_s=p.production.stop_grace_s,
+        soak_requests=0,
+    )
+    acceptance = c.AcceptanceSettings(
+        server=server,
+        prompts=wanted.prompts or "",
+        **wanted.model_dump(exclude={"port", "prompts", "flags", "env"}),
+    )
+    return training_settings(p.training, python, acceptance)
 
 
 # ------------------------------------------------------------------------------ server arguments

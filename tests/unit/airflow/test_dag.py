@@ -44,7 +44,8 @@ def test_it_serializes(dag: DAG) -> None:
 
 def test_reads_like_the_runbook(dag: DAG) -> None:
     order = [
-        "plan", "disk_check", "gate", "approve_cleanup", "benchmark_before", *BORROWS, "extraction_healthy", "probe",
+        "plan", "top_up", "disk_check", "gate", "approve_cleanup", "benchmark_before", *BORROWS, "extraction_healthy",
+        "probe",
         "cleanup_old_states", "extract", "verify", "restore", "production_healthy", "benchmark_after", "handoff",
         "verdict",
     ]  # fmt: skip

@@ -13,7 +13,9 @@ ROOMS = {
     "dags": {"airflow", "hsx_operators"},
     "plugins/hsx_operators": {"airflow", "paramiko", "asyncssh", "pydantic", "pydantic_core", "yaml", "croniter",
                               "hsx_operators", "hsx_host"},
-    "include/hsx_host": {"requests", "numpy", "safetensors", "torch", "psutil", "xxhash", "hsx_host"},
+    # transformers: lazily, for prompts as text; SGLang brings it
+    "include/hsx_host": {"requests", "numpy", "safetensors", "torch", "psutil", "xxhash", "transformers", "hsx_host"},
+    "include/hsx_train": {"torch", "numpy", "transformers", "speculators"},
     # numpy to psutil: what torch and SGLang bring with them; nothing is installed for the patches
     "include/patches": {"torch", "sglang", "numpy", "safetensors", "packaging", "psutil", "hsx_capture", "hsx_cpu"},
 }  # fmt: skip

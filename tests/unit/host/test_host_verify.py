@@ -237,6 +237,34 @@ def test_handoff_is_the_document_and_names_every_engines_ids(made: tuple[c.RunSp
     assert json.loads((dataset / "v1/sample_lengths.json").read_text()) == {str(i): 5 + i for i in range(10)}
     assert check(spec).ok, "side files are no strays"
     assert handoff.run(spec, Namespace()) == result
+    assert result.profile == "tiny"
+    assert f"--data-path {dataset}/v1 --legacy-data --target-layer-ids 1 3 6" in result.commands["speculators_0.7"]
+    assert "--format specforge" in result.commands["convert_specforge"], "a format that is not there is to be made"
+
+
+def test_a_plan_knows_whether_what_is_published_was_handed_off(made: tuple[c.RunSpec, Path]) -> None:
+    spec, dataset = made
+    assert not plan.run(spec, Namespace(dry_run=False)).handed_off
+    handoff.run(spec, Namespace())
+    assert plan.run(spec, Namespace(dry_run=False)).handed_off
+    republish(dataset, 2, h.states(7, seed=50))
+    assert not plan.run(spec, Namespace(dry_run=False)).handed_off
+    (dataset / "handoff.json").write_text("{}")
+    assert not plan.run(spec, Namespace(dry_run=False)).handed_off
+
+
+def test_a_handoff_reads_each_manifest_once(made: tuple[c.RunSpec, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, _dataset = made
+    read: list[Path] = []
+    plain = verify.read_lines
+
+    def counting(path: Path, cls: Any) -> Any:
+        read.append(path)
+        return plain(path, cls)
+
+    monkeypatch.setattr(verify, "read_lines", counting)
+    handoff.run(spec, Namespace())
+    assert len(read) == len(set(read)) > 1
 
 
 def test_a_run_of_some_shards_hands_on_all_that_is_published(made: tuple[c.RunSpec, Path]) -> None:
@@ -285,7 +313,10 @@ def test_disproved_samples_count_no_longer(made: tuple[c.RunSpec, Path]) -> None
 
 
 def test_layer_ids_are_the_reference_table() -> None:
-    ids = handoff.layer_ids([3, 31, 59])
+    ids = handoff.layer_ids([3, 31, 59], "KimiK25ForConditionalGeneration")
+    assert ids["sglang_draft_config"] == ids["sglang_deepseek_setter_since_25454"] == [3, 31, 59]
+    assert ids["sglang_deepseek_setter_before_25454"] == [2, 30, 58]
+    assert handoff.layer_ids([3, 31, 59], "Qwen3ForCausalLM")["sglang_draft_config"] == [2, 30, 58]
     assert ids["vllm"] == ids["hsx"] == ids["sglang_layers_to_capture"] == [3, 31, 59]
     assert ids["sglang_llama_setter"] == ids["specforge"] == ids["speculators_0.4_layer_ids"] == [2, 30, 58]
     assert all(len(v) == 3 for v in ids.values()), "the final is never among them"

@@ -78,6 +78,27 @@ class TorchCpuPlatform(CpuDeviceMixin, interface.SRTPlatform):  # type: ignore[m
     def support_piecewise_cuda_graph(self) -> bool:
         return False
 
+    # ---- EAGLE-3 with chains (see eagle.py); SGLang 0.5.23 is the version that asks
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        return algorithm == "EAGLE3"
+
+    def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:
+        return backend == "torch_native"
+
+    def get_default_speculative_draft_attention_backend(self, algorithm: str) -> str:
+        return "torch_native"
+
+    def get_speculative_worker_cls(self, algorithm: str) -> None:
+        from hsx_cpu import eagle
+
+        eagle.install()  # the worker is SGLang's own
+
+    def get_speculative_cache_locs_fn(self) -> Any:
+        from hsx_cpu import eagle
+
+        return eagle.cache_locs
+
     if not hasattr(interface.SRTPlatform, "get_kv_pool_cls"):
         # Older versions ask each out-of-tree platform for its pools; newer ones warn where these names exist.
 

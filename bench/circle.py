@@ -1,0 +1,314 @@
+"""The whole circle: on-policy samples, extraction, EAGLE-3 training, serving with the drafter, and three controls.
+
+    python bench/circle.py --model DIR --work DIR --trainer-python PYTHON [--device cuda] [--samples 2000]
+
+Run under the Python that has SGLang; ``--trainer-python`` is the one with speculators 0.7. It drives hsx's own verbs as
+the DAG does: production up, ``plan``, ``top-up``, ``plan``, ``acquire``, ``serve extraction``, ``probe``, ``extract``,
+``verify``, ``handoff``, ``train``, ``acceptance``. Then the controls, with the same training:
+
+- ``layers off by one``: the right drafter, served with the layers one deeper than it was trained on.
+- ``after-norm``: trained on final hidden states that were normed once more.
+- ``shuffled rows``: trained on hidden states whose rows are in another order than the tokens.
+
+For each fault ``verify`` is asked first whether it finds it, on a copy of the data set that has it, checksums and all
+made right again. ``table.json`` and ``table.md`` in the work folder are the result; a step that is done is not done
+again when the script is started anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "include"), str(ROOT / "bench")]
+
+import circle_faults  # noqa: E402
+import circle_prompts  # noqa: E402
+
+from hsx_host import acceptance, drafter, trainers, training_check  # noqa: E402
+from hsx_host import contract as c  # noqa: E402
+
+CPU_FLAGS = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
+             "--disable-cuda-graph", "--sleep-on-idle", "--max-total-tokens", "16384"]  # fmt: skip
+CPU_ENV = {"PYTHONPATH": str(ROOT / "include/patches/hsx_cpu"), "TORCHDYNAMO_DISABLE": "1",
+           "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"), "OMP_WAIT_POLICY": "PASSIVE"}  # fmt: skip
+
+
+def main() -> int:
+    """All steps in order; 0 where the table is written."""
+    args = arguments().parse_args()
+    args.work = args.work.resolve()
+    args.work.mkdir(parents=True, exist_ok=True)
+    circle = Circle(args)
+    circle.data()
+    circle.train()
+    circle.serve()
+    print(circle.table())
+    return 0
+
+
+def arguments() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", type=Path, required=True, help="a chat model's folder")
+    p.add_argument("--work", type=Path, required=True, help="all output lies here")
+    p.add_argument("--trainer-python", required=True, help="the Python that has speculators")
+    p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    p.add_argument("--prompts", choices=["chat", "ids"], default="chat", help="ids: random, for a model without words")
+    p.add_argument("--samples", type=int, default=2000)
+    p.add_argument("--held-out", type=int, default=40)
+    p.add_argument("--answer", type=int, default=128, help="most tokens of an answer")
+    p.add_argument("--layers", type=int, nargs=3, default=[2, 15, 27])
+    p.add_argument("--concurrency", type=int, default=32)
+    p.add_argument("--temperature", type=float, default=0.0, help="of the top-up; served acceptance is greedy")
+    p.add_argument("--steps", type=int, default=3, help="draft tokens in a chain")
+    p.add_argument("--port", type=int, default=30990)
+    p.add_argument("--controls", nargs="*", default=["layers", "norm", "rows"], choices=["layers", "norm", "rows"])
+    p.add_argument("--train-args", default="--draft-vocab-size 8192 --epochs 20 --lr 1e-3 --total-seq-len 4096")
+    return p
+
+
+class Circle:
+    """The work folder, its spec and its steps."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.work = args, args.work
+        self.times: dict[str, float] = {}
+        self.prompt_files()
+        self.spec = self.make_spec()
+        self.spec_file = self.work / "spec.json"
+        self.spec_file.write_text(c.encode(self.spec))
+
+    # ------------------------------------------------------------------ what is run
+
+    def prompt_files(self) -> None:
+        """Prompts to train on and held out, and the few samples that the data file begins with."""
+        count = self.args.samples * 5 // 4 + 8, self.args.held_out
+        if self.args.prompts == "ids":  # a model that knows no language
+            vocabulary = json.loads((self.args.model / "config.json").read_text())["vocab_size"]
+            made = circle_prompts.random_ids(*count, vocabulary)
+        else:
+            made = tuple([{"messages": [{"role": "user", "content": text}]} for text in part]
+                         for part in circle_prompts.prompts(*count))  # fmt: skip
+        for name, prompts in zip(("train.jsonl", "held_out.jsonl"), made, strict=True):
+            (self.work / name).write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+        ids = [list(range(5, 5 + n)) for n in (9, 12)]
+        seeds = [json.dumps({"input_ids": i, "loss_mask": [0] * (len(i) - 1) + [1]}) for i in ids]
+        (self.work / "seed.jsonl").write_text("\n".join(seeds) + "\n")
+
+    def make_spec(self) -> c.RunSpec:
+        """Production, extraction and acceptance are one launch with other flags, as a profile makes them."""
+        args, cpu = self.args, self.args.device == "cpu"
+        base = ["--model-path", str(args.model), "--random-seed", "0", "--context-length", "2048"]
+        flags = CPU_FLAGS if cpu else ["--mem-fraction-static", "0.3"]
+        env = {"HF_HUB_OFFLINE": "1", **(CPU_ENV if cpu else {})}
+
+        def server(port: int, *more: str) -> c.ServerSettings:
+            address = ["--host", "127.0.0.1", "--port", str(port)]
+            graphs = [f for f in more if f not in flags]
+            return c.ServerSettings([*base, *flags, *graphs, *address], env, "127.0.0.1", port, 900.0, 30.0, 2)
+
+        chunk = ("--chunked-prefill-size", "512")
+        return c.RunSpec(
+            run_id="circle",
+            profile="circle",
+            manager="process",
+            host=c.HostSettings(sys.executable, str(self.work / "home"), str(self.work / "output")),
+            production=server(args.port, *chunk),
+            extraction=server(args.port, *chunk, "--disable-radix-cache", "--disable-cuda-graph"),
+            model=c.ModelSettings(str(args.model.resolve()), ""),
+            capture=c.CaptureSettings(list(args.layers), ["speculators_v1"], writers=2, ring_bytes=1 << 26),
+            data=c.DataSettings(
+                str(self.work / "seed.jsonl"), "circle", 250, concurrency=args.concurrency, proof_samples=8
+            ),
+            benchmark=c.BenchmarkSettings(False, {}),
+            cleanup=c.CleanupSettings(),
+            lease_ttl_s=3600.0,
+            top_up=c.TopUpSettings(
+                samples=args.samples, prompts=str(self.work / "train.jsonl"), concurrency=args.concurrency,
+                temperature=args.temperature, max_new_tokens=args.answer,
+            ),
+            training=c.TrainingSettings(
+                name="speculators",
+                command=["{python}", "{bundle}/hsx_train/speculators_eagle3.py", "--verifier-name-or-path", "{model}",
+                         "--data-path", "{data}", "--save-path", "{checkpoints}", "--target-layer-ids", "{layers}",
+                         *args.train_args.split()],
+                format="speculators_v1",
+                root=str(self.work / "drafters"),
+                python=args.trainer_python,
+                env={"HF_HUB_OFFLINE": "1", **({k: v for k, v in CPU_ENV.items() if k != "PYTHONPATH"} if cpu else {})},
+                acceptance=c.AcceptanceSettings(
+                    server=server(args.port + 1), prompts=str(self.work / "held_out.jsonl"), samples=args.held_out,
+                    output_tokens=64, concurrency=1, steps=args.steps,
+                    draft_env={"TRITON_INTERPRET": "1"} if cpu else {},
+                ),
+            ),
+        )  # fmt: skip
+
+    def verb(self, verb: str, *args: str, ok: tuple[int, ...] = (0,)) -> dict[str, Any]:
+        """One verb to its end, its progress on our stderr; the document it answers with."""
+        began = time.monotonic()
+        say(f"hsx_host {verb} {' '.join(args)}")
+        done = subprocess.run(
+            [sys.executable, "-m", "hsx_host", verb, "--spec", str(self.spec_file), *args],
+            env={**os.environ, "PYTHONPATH": str(ROOT / "include")}, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.times[f"{verb} {' '.join(args)}".strip()] = round(time.monotonic() - began, 1)
+        if done.returncode not in ok:
+            raise SystemExit(f"{verb} ended with {done.returncode}: {done.stdout}")
+        document: dict[str, Any] = json.loads(done.stdout)
+        return document
+
+    # ------------------------------------------------------------------ the steps
+
+    def data(self) -> None:
+        """Top-up by production, extraction, proof, hand-off; the host is given back with nothing running."""
+        if (self.work / "handoff-path").exists():
+            return
+        try:
+            self.verb("serve", "production")
+            self.verb("plan")
+            self.kept("top-up", self.verb("top-up"))
+            planned = self.verb("plan")
+            self.verb("acquire")
+            self.verb("serve", "extraction")
+            self.kept("probe", self.verb("probe"))
+            for shard in planned["shards"]:
+                self.kept(f"extract-{shard['id']}", self.verb("extract", "--shard", str(shard["id"])))
+            self.kept("verify", self.verb("verify", "--deep"))
+            handoff = self.verb("handoff")
+        finally:
+            self.verb("acquire", ok=(0, 75))
+            self.verb("serve", "stopped", ok=(0, 75))
+            self.verb("release", "--abandon", ok=(0, 75))
+        (self.work / "handoff-path").write_text(handoff["path"])
+
+    def kept(self, name: str, document: dict[str, Any]) -> None:
+        """A step's answer beside the table."""
+        (self.work / f"{name}.json").write_text(json.dumps(document, indent=1))
+
+    @property
+    def handoff(self) -> c.HandoffResult:
+        return training_check.read(self.spec, (self.work / "handoff-path").read_text())
+
+    def train(self) -> None:
+        """The right drafter by the verb; the controls by its command on damaged copies, which verify sees first."""
+        if not (self.work / "train.json").exists():
+            self.kept("train", self.verb("train", "--handoff", self.handoff.path))
+        for name in self.args.controls:
+            copy = self.work / "faults" / name
+            if not (self.work / f"fault-{name}.json").exists():
+                say(f"a copy of the data set with the fault: {circle_faults.TEXT[name]}")
+                shutil.rmtree(copy, ignore_errors=True)
+                circle_faults.damage(Path(self.handoff.path).parent, copy / "output", name, self.spec)
+                self.kept(f"fault-{name}", self.ask_verify(copy))
+            if name != "layers":
+                self.train_control(name, copy)
+
+    def ask_verify(self, copy: Path) -> dict[str, Any]:
+        """What ``verify`` says of a damaged copy: its exit code and its document."""
+        spec = replace(
+            self.spec, host=replace(self.spec.host, output_root=str(copy / "output"), home=str(copy / "home"))
+        )
+        file = copy / "spec.json"
+        file.write_text(c.encode(spec))
+        done = subprocess.run(
+            [sys.executable, "-m", "hsx_host", "verify", "--deep", "--spec", str(file)],
+            env={**os.environ, "PYTHONPATH": str(ROOT / "include")}, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        return {"code": done.returncode, "answer": json.loads(done.stdout)}
+
+    def train_control(self, name: str, copy: Path) -> None:
+        """The right training's command, with the copy's data and checkpoints of its own."""
+        save = self.work / "drafters" / f"control-{name}"
+        if (save / "trained").exists():
+            return
+        settings, (dataset,) = self.spec.training, (copy / "output").iterdir()
+        assert settings is not None
+        words = trainers.places(settings, self.handoff, str(dataset / "v1")) | {"checkpoints": [str(save)]}
+        command = trainers.fill(settings.command, words, "training.command")
+        say(f"training on the copy: {' '.join(command)}")
+        subprocess.run(command, env={**os.environ, **settings.env}, check=True)
+        (save / "trained").touch()
+
+    def serve(self) -> None:
+        """The target alone once, then with each drafter, under the same held-out prompts."""
+        settings = self.spec.training.acceptance if self.spec.training else None
+        assert settings is not None
+        chosen = acceptance.choose_prompts(self.spec, settings, self.handoff)
+        folder = self.work / "served"
+        folder.mkdir(exist_ok=True)
+        right = Path(json.loads((self.work / "train.json").read_text())["drafter"])
+        made = {"right": drafter.make_servable(right, folder / "right", self.handoff)}
+        for name in self.args.controls:
+            if name == "layers":
+                made[name] = one_deeper(made["right"], folder / name)
+            else:
+                found = drafter.newest_checkpoint(self.work / "drafters" / f"control-{name}")
+                assert found is not None, name
+                made[name] = drafter.make_servable(found, folder / name, self.handoff)
+        alone = None
+        for name, where in made.items():
+            if (self.work / f"acceptance-{name}.json").exists():
+                continue
+            alone = alone or acceptance.serve_and_ask(self.spec, settings, chosen, "alone", folder)
+            drafted = acceptance.serve_and_ask(
+                self.spec, acceptance.with_drafter(settings, where), chosen, f"with {name}", folder
+            )
+            result = acceptance.compare(settings, str(where), chosen, alone, drafted)
+            say(f"{name}: {result.text}")
+            self.kept(f"acceptance-{name}", asdict(result))
+
+    def table(self) -> str:
+        """``table.json`` and ``table.md``."""
+        rows = []
+        for name in ["right", *self.args.controls]:
+            found = json.loads((self.work / f"acceptance-{name}.json").read_text())
+            fault = self.work / f"fault-{name}.json"
+            verify = json.loads(fault.read_text()) if fault.exists() else None
+            rows.append(
+                {
+                    "drafter": circle_faults.TEXT.get(name, "right"),
+                    "acceptance_length": found["drafted"]["acceptance_length"],
+                    "tok_s": found["drafted"]["output_tok_s"],
+                    "tok_s_alone": found["alone"]["output_tok_s"],
+                    "same_output": f"{found['drafted']['same_output']} of {found['samples']}",
+                    "verify": "green"
+                    if verify is None
+                    else f"exit {verify['code']}: {verify['answer'].get('message', 'ok')}",
+                }
+            )
+        text = "| drafter | acceptance length | tok/s | alone | same output | verify of its data |\n"
+        text += "|---|---|---|---|---|---|\n"
+        text += "".join("| " + " | ".join(str(v) for v in row.values()) + " |\n" for row in rows)
+        (self.work / "table.json").write_text(json.dumps({"rows": rows, "seconds": self.times}, indent=1))
+        (self.work / "table.md").write_text(text)
+        return text
+
+
+def one_deeper(served: Path, out: Path) -> Path:
+    """The same drafter with the layers that feed it one deeper than it was trained on."""
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.copytree(served, out, symlinks=True)
+    config = json.loads((out / "config.json").read_text())
+    ids = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [k + 1 for k in ids]
+    (out / "config.json").write_text(json.dumps(config, indent=1))
+    return out
+
+
+def say(text: str) -> None:
+    """One line with the time of day."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

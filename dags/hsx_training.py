@@ -1,0 +1,74 @@
+"""Train a drafter on each data set that an extraction hands off, and measure how much of it the target accepts."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from airflow.sdk import DAG, Param
+
+from hsx_operators.extraction import HIDDEN_STATES
+from hsx_operators.training import (
+    DRAFTER,
+    AcceptanceOperator,
+    CheckHandoffOperator,
+    ReadHandoffsOperator,
+    TrainOperator,
+)
+
+DOC = """
+### What a run does
+The Asset `hsx_hidden_states` starts it: each hand-off of an extraction is one training. `check_handoff` looks at the
+data set from the training host, `train` runs the profile's command there as a remote job, `acceptance` serves the
+target with the drafter and alone under the same prompts. The Asset `hsx_drafter` tells where the drafter is and how
+it does.
+
+### It was interrupted
+Clear `train` (with *downstream*): the same data set trains in the same folder, on from its last checkpoint.
+
+### By hand
+Trigger it with a profile: its own data set is trained on, or the one whose `handoff.json` is named.
+"""
+
+with DAG(
+    dag_id="hsx_training",
+    description="A drafter trained on the hidden states that an extraction handed off, and its acceptance",
+    doc_md=DOC,
+    schedule=[HIDDEN_STATES],
+    start_date=datetime(2026, 1, 1, tzinfo=UTC),
+    catchup=False,
+    max_active_runs=1,  # events that come meanwhile wait, and start the next run together
+    params={
+        "profile": Param(
+            "",
+            type="string",
+            title="Profile",
+            description="For a run by hand: the profile whose training runs. A run by the Asset takes the event's.",
+            section="What",
+        ),
+        "handoff": Param(
+            "",
+            type="string",
+            title="Hand-off",
+            description="For a run by hand: a handoff.json on the training host. Empty: of the profile's data set.",
+            section="What",
+        ),
+    },
+    tags=["hsx", "eagle3", "sglang"],
+    default_args={"owner": "hsx"},
+    render_template_as_native_obj=True,
+) as dag:
+    handoffs = ReadHandoffsOperator(task_id="handoffs")
+    check = CheckHandoffOperator.partial(
+        task_id="check_handoff",
+        map_index_template="{{ task.handoff['dataset_id'] or task.handoff['profile'] }}",
+        **CheckHandoffOperator.partial_defaults,
+    ).expand(handoff=handoffs.output)
+    train = TrainOperator.partial(
+        task_id="train", map_index_template="{{ task.run['dataset_id'] }}", **TrainOperator.partial_defaults
+    ).expand(run=check.output)
+    AcceptanceOperator.partial(
+        task_id="acceptance",
+        map_index_template="{{ task.run['dataset_id'] }}",
+        outlets=[DRAFTER],
+        **AcceptanceOperator.partial_defaults,
+    ).expand(run=train.output)

@@ -165,6 +165,11 @@ class AirflowClient:
         }
         return [t["task_id"] for t in self.post(f"dags/{dag_id}/clearTaskInstances", body)["task_instances"]]
 
+    def answer(self, dag_id: str, run_id: str, task_id: str, choice: str) -> None:
+        """Answer an approval, as the UI's "Required actions" does."""
+        path = f"{_run(dag_id, run_id)}/taskInstances/{task_id}/-1/hitlDetails"
+        self.patch(path, {"chosen_options": [choice], "params_input": {}})
+
     def set_run_state(self, dag_id: str, run_id: str, state: str) -> None:
         """Mark a run, as the UI's button does."""
         self.patch(_run(dag_id, run_id), {"state": state})

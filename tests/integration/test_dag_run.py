@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -22,13 +24,14 @@ pytestmark = pytest.mark.xdist_group("dag")
 
 PROFILES = Path(__file__).parent / "profiles"
 RUN_TIMEOUT_S = 900.0
+OLD_BYTES = 2 << 30
 
 
-def write_chats(path: Path, seed: int) -> Path:
-    """120 samples of 20 to 399 random tokens."""
+def write_chats(path: Path, seed: int, samples: int = 120) -> Path:
+    """Samples of 20 to 399 random tokens."""
     rng = random.Random(seed)
     with path.open("w") as f:
-        for _ in range(120):
+        for _ in range(samples):
             n = rng.randrange(20, 400)
             f.write(json.dumps({"input_ids": [rng.randrange(4, 512) for _ in range(n)], "loss_mask": [1] * n}) + "\n")
     return path
@@ -38,13 +41,15 @@ def write_chats(path: Path, seed: int) -> Path:
 def stand(tmp_path_factory: pytest.TempPathFactory, host_python: str, tiny_model: Path) -> Iterator[Stack]:
     """A borrowed host with production running, and Airflow beside it."""
     work = tmp_path_factory.mktemp("stand")
+    profiles = shutil.copytree(PROFILES, work / "profiles")
+    shutil.copy(profiles / "tiny.yaml", profiles / "asks.yaml")
     stack = Stack(
         work / "s",
         python_host=host_python,
         model=tiny_model,
         dataset=write_chats(work / "chats.jsonl", seed=7),
         profile="tiny",
-        extra_env={"HSX_PROFILES": str(PROFILES)},
+        extra_env={"HSX_PROFILES": str(profiles)},
     )
     try:
         stack.start_host()
@@ -95,6 +100,14 @@ class Run:
             assert self.client.run_state(DAG_ID, self.id) in ("queued", "running"), self.story()
             assert time.monotonic() < deadline
             time.sleep(0.02)
+
+    def wait_state(self, task_id: str, state: str) -> None:
+        """Until a task stands in ``state`` and the run still goes on."""
+        deadline = time.monotonic() + RUN_TIMEOUT_S
+        while self.states().get(task_id) != state:
+            assert self.client.run_state(DAG_ID, self.id) in ("queued", "running"), self.story()
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
 
     def story(self) -> str:
         """For an assertion that fails: every state, and the log of what failed."""
@@ -161,6 +174,53 @@ def test_a_dry_run_tells_and_touches_nothing(stand: Stack, client: AirflowClient
     assert states["extract"] == states["restore"] == "skipped"
     assert production_untouched(stand)
     assert manifest(stand) == []
+
+
+def test_old_states_go_only_after_a_person_approved_their_list(
+    stand: Stack, client: AirflowClient, tmp_path: Path
+) -> None:
+    old = stand.host_dir / "old_states" / "vllm_run_1"
+    old.mkdir(parents=True)
+    with (old / "data_0.pt").open("wb") as f:
+        os.posix_fallocate(f.fileno(), 0, OLD_BYTES)  # takes the space without writing it
+    space_is_short_by(stand, OLD_BYTES // 2)
+    data = write_chats(tmp_path / "few.jsonl", seed=9, samples=4)
+    conf = {"profile": "asks", "dataset": str(data), "benchmark": "off"}
+
+    run = Run(client, conf)
+    run.wait_state("approve_cleanup", "awaiting_input")
+    asked = client.get(f"dags/{DAG_ID}/dagRuns/{run.id}/taskInstances/approve_cleanup/-1/hitlDetails")
+    assert str(old) in asked["body"]
+    assert "2.0 GiB" in asked["body"]
+    client.answer(DAG_ID, run.id, "approve_cleanup", "Reject")
+    assert run.end() == "success", run.story()
+    assert run.states()["benchmark_before"] == run.states()["cleanup_old_states"] == "skipped"
+    assert "was rejected" in run.log("verdict")
+    assert (old / "data_0.pt").exists()
+    assert production_untouched(stand)
+
+    run = Run(client, conf)
+    run.wait_state("approve_cleanup", "awaiting_input")
+    client.answer(DAG_ID, run.id, "approve_cleanup", "Approve")
+    assert run.end() == "success", run.story()
+    cleaned = run.xcom("cleanup_old_states")
+    assert cleaned["deleted"] == [str(old)]
+    assert cleaned["freed_bytes"] >= OLD_BYTES // 2  # as the file system sees it: others write there meanwhile
+    assert not old.exists()
+    assert run.xcom("verify")["samples"] == 4
+    assert stand.production_healthy()
+
+
+def space_is_short_by(stand: Stack, wanted: int) -> None:
+    """Set the reserve of the profile ``asks`` so that about ``wanted`` bytes are missing on this file system now."""
+    assert stand.output is not None
+    stand.output.mkdir(exist_ok=True)
+    info = os.statvfs(stand.output)
+    reserve = info.f_bavail * info.f_frsize + wanted
+    text = (PROFILES / "tiny.yaml").read_text()
+    text, changed = re.subn(r"^cleanup: .*$", f"cleanup: {{policy: ask, reserve_bytes: {reserve}}}", text, flags=re.M)
+    assert changed == 1
+    (Path(stand.extra_env["HSX_PROFILES"]) / "asks.yaml").write_text(text)
 
 
 def test_a_server_killed_in_mid_extraction_is_red_and_production_comes_back_and_a_clear_does_the_rest(

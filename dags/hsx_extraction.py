@@ -65,9 +65,10 @@ PARAMS = {
     "shards": Param(
         "",
         type="string",
-        pattern=r"^[0-9,\- ]*$",
+        pattern=r"^(failed|[0-9,\- ]*)$",
         title="Shards",
-        description="Numbers and ranges, such as 3,7-9. Empty: all that are not done.",
+        description="Numbers and ranges, such as 3,7-9, or the word failed: those with samples that failed. Empty: all "
+        "that are not done.",
         section="What",
     ),
     "output_root": Param(
@@ -100,6 +101,16 @@ PARAMS = {
         enum=[AS_PROFILE, "on", "off"],
         title="Benchmark",
         description="Measure production before and after.",
+        section="Safety",
+    ),
+    "stop_after": Param(
+        "",
+        type="string",
+        pattern=r"^(([01][0-9]|2[0-3]):[0-5][0-9])?$",
+        title="Stop after",
+        description="A time of day such as 05:00, in the profile's time zone: extraction ends then in good order and "
+        "the host is given back; another run goes on. Empty: a nightly run stops when its profile says, a run "
+        "by hand when all is done.",
         section="Safety",
     ),
     "dry_run": Param(

@@ -205,7 +205,10 @@ class PreflightResult:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """One shard with something to do. Rows are line numbers of the data file, counted from 0."""
+    """One shard with something to do. Rows are line numbers of the data file, counted from 0.
+
+    ``failed``: how many of ``todo`` were tried before and failed; ``reasons`` names some, with their tries.
+    """
 
     id: int
     name: str
@@ -214,6 +217,8 @@ class ShardPlan:
     todo: int
     tokens: int
     bytes: int
+    failed: int = 0
+    reasons: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -397,7 +402,8 @@ class ProbeReport:
 
 @dataclass(frozen=True)
 class ShardSummary:
-    """One shard after ``extract``. ``published`` counts samples in the manifest, ``extracted`` those of this call."""
+    """One shard after ``extract``. ``published`` counts samples in the manifest, ``extracted`` those of this call,
+    ``left`` those that the end of the window left for the next run."""
 
     shard: int
     name: str
@@ -411,6 +417,7 @@ class ShardSummary:
     tok_s: float
     proof: str
     failures: list[str]
+    left: int = 0
 
 
 @dataclass(frozen=True)

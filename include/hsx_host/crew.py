@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hsx_host.client import Captured, Client, NoSpace, SampleFault, ServerGone
@@ -30,11 +30,21 @@ class Crew:
 
     :param tries: how often a sample is asked for before it has failed.
     :param left: how many samples get a verdict in this call (for progress).
+    :param enough: asked before each sample; once it says yes, what is in flight is finished and nothing else begun.
     """
 
     def __init__(
-        self, client: Client, form: DirectFormat, files: ShardFiles, given: ShardInput, *, tries: int, left: int
+        self,
+        client: Client,
+        form: DirectFormat,
+        files: ShardFiles,
+        given: ShardInput,
+        *,
+        tries: int,
+        left: int,
+        enough: Callable[[], bool],
     ) -> None:
+        self._enough = enough
         self._client, self._form, self._input, self._tries_allowed = client, form, given, tries
         self._folder: Path = files.dataset / form.FOLDER
         self._manifest: Ledger[Published] = Ledger(files.manifest)
@@ -57,7 +67,7 @@ class Crew:
         return sum(line.tokens for line in list(self.published.values()))
 
     def run(self, todo: Sequence[int], count: int) -> None:
-        """Samples with at most ``count`` in flight, until each has its verdict.
+        """Samples with at most ``count`` in flight, until each has its verdict or it is enough.
 
         :raises ServerGone: or what else is no sample's fault (``NoSpace``, OSError); nothing is published any more.
         """
@@ -116,7 +126,7 @@ class Crew:
         try:
             while not self._stop.is_set():
                 with self._lock:
-                    if not self._phase_left:
+                    if not self._phase_left or self._enough():
                         break
                     i = self._todo.popleft() if self._todo else None
                     if i is not None:

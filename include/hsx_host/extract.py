@@ -25,10 +25,14 @@ from hsx_host.manifest import (
     Failed,
     Ledger,
     Published,
+    failures,
+    newest,
+    read_lines,
     remove_leftovers,
     remove_second_manifests,
     resume,
     rewrite,
+    standing,
 )
 from hsx_host.progress import log
 from hsx_host.shards import ShardFiles, ShardInput, read_input, shard_ids, shard_name
@@ -38,6 +42,13 @@ HELP = "extract one shard: resumable, concurrent, self-checking"
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--shard", type=int, required=True, metavar="N", help="the shard's number, from plan")
+    parser.add_argument(
+        "--stop-after",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="unix seconds: ask for no further sample from then on; what is left is no failure",
+    )
 
 
 def run(spec: RunSpec, args: Namespace) -> ShardSummary:
@@ -49,11 +60,13 @@ def run(spec: RunSpec, args: Namespace) -> ShardSummary:
             "the plan has no such shard", field="--shard", value=args.shard, fix="see plan.json of the data set"
         )
     with state.locked(files.lock, wait_s=0, what=f"shard {args.shard:05d}"):
-        return _Shard(spec, dataset, meaning, files).extract()
+        return _Shard(spec, dataset, meaning, files, args.stop_after).extract()
 
 
 class _Shard:
-    def __init__(self, spec: RunSpec, dataset: Path, meaning: DatasetSemantics, files: ShardFiles) -> None:
+    def __init__(
+        self, spec: RunSpec, dataset: Path, meaning: DatasetSemantics, files: ShardFiles, stop_after: float
+    ) -> None:
         self._spec, self._dataset, self._meaning, self._files = spec, dataset, meaning, files
         self._form = formats.direct(meaning.formats)
         self._shape = formats.Shape(meaning.planes, meaning.hidden_size, meaning.dtype)
@@ -66,10 +79,13 @@ class _Shard:
         self._suspects: dict[int, suspects.Suspect] = {}
         self._began = 0.0
         self._tokens = 0
+        self._stop_after, self._left = stop_after, 0  # left: samples that the end of the window left unasked
 
     def extract(self) -> ShardSummary:
         began = time.monotonic()
         self._began = time.time()
+        if self._window_ended():
+            return self._untouched()
         todo = self._resume()
         asked = self._without_guilty(todo)
         if asked:
@@ -79,6 +95,25 @@ class _Shard:
             finally:
                 shutil.rmtree(self._files.tmp, ignore_errors=True)
         summary = self._summary(len(todo), time.monotonic() - began)
+        self._verdict(summary)
+        return summary
+
+    def _window_ended(self) -> bool:
+        return bool(self._stop_after) and time.time() >= self._stop_after
+
+    def _untouched(self) -> ShardSummary:
+        """The shard as it stands: the window had ended before it was begun. Its failures keep their reasons."""
+        log("the window has ended: nothing of this shard is asked for")
+        hashes = self._input.hashes()
+        lines = newest(read_lines(self._files.manifest, Published)[0])
+        self._published = {
+            row: line for row, line in lines.items() if not standing(self._dataset, line, hashes.get(row))
+        }
+        known = failures(self._files.failures)
+        self._failed = {row: line for row, line in known.items() if row in hashes and row not in self._published}
+        missing = len(self._input) - len(self._published)
+        self._left = missing - len(self._failed)
+        summary = self._summary(missing, 0.0)
         self._verdict(summary)
         return summary
 
@@ -131,7 +166,9 @@ class _Shard:
         proof.keep_norm(engine.spool, ready_norm_class(engine.spool), self._dataset)
         data = self._spec.data
         client = Client(engine, self._form, self._shape, self._files.tmp, data.request_timeout_s)
-        crew = Crew(client, self._form, self._files, self._input, tries=data.tries, left=len(todo))
+        crew = Crew(
+            client, self._form, self._files, self._input, tries=data.tries, left=len(todo), enough=self._window_ended
+        )
         alone = [i for i in todo if self._row(i) in self._suspects]
         began = time.time()
         try:
@@ -139,8 +176,9 @@ class _Shard:
                 log(f"{len(alone)} samples were in flight when the server died: each is asked for alone first")
                 crew.run(alone, 1)
             crew.run([i for i in todo if self._row(i) not in self._suspects], data.concurrency)
-            guilty = [s for s in self._suspects.values() if s.guilty(self._spec.run_id)]
-            suspects.write(self._files.suspects, guilty)
+            if not crew.left:  # else some suspects may not have been asked for yet
+                guilty = [s for s in self._suspects.values() if s.guilty(self._spec.run_id)]
+                suspects.write(self._files.suspects, guilty)
         except Exception as e:
             if isinstance(e, ServerGone):
                 self._died(crew, str(e))
@@ -152,7 +190,7 @@ class _Shard:
                 pace.keep(self._spec, crew.tokens, began, time.time())
         self._published |= crew.published
         self._failed |= crew.failed
-        self._tokens = crew.tokens
+        self._tokens, self._left = crew.tokens, crew.left
 
     def _died(self, crew: Crew, why: str) -> None:
         """Remember what was in flight when the server died; what was alone again goes to the ledger."""
@@ -210,13 +248,14 @@ class _Shard:
             name=shard_name(self._files.id, self._meaning.shard_size, rows),
             samples=len(self._input),
             published=len(lines),
-            extracted=todo - len(self._failed),
+            extracted=todo - len(self._failed) - self._left,
             failed=len(self._failed),
             tokens=sum(line.tokens for line in lines),
             bytes=sum(line.bytes for line in lines),
             seconds=round(seconds, 3),
             tok_s=round(self._tokens / seconds, 1) if seconds > 0 else 0.0,
             proof=text,
+            left=self._left,
             failures=[f"row {f.index} after {f.tries} tries: {f.reason}" for f in list(self._failed.values())[:20]],
         )
 
@@ -232,7 +271,9 @@ class _Shard:
 
     def _verdict(self, summary: ShardSummary) -> None:
         missing = summary.samples - summary.published
-        if missing:
+        if missing and missing == summary.left:
+            log(f"the window has ended: {missing} samples are left for the next run")
+        elif missing:
             raise TryAgain(
                 f"{missing} of {summary.samples} samples of shard {summary.shard:05d} are not published: "
                 + "; ".join(summary.failures[:5]),

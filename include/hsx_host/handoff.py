@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hsx_host import drafter, formats, proof, state, verify
 from hsx_host.contract import ContractError, HandoffResult, RunSpec, decode
-from hsx_host.errors import BadInput, Refused
+from hsx_host.errors import BadInput, Refused, TryAgain
 from hsx_host.fingerprint import DatasetSemantics, opened
 from hsx_host.shards import ShardFiles, shard_ids
 
@@ -23,7 +23,9 @@ HELP = "write handoff.json for the trainer and for serving"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    pass
+    parser.add_argument(
+        verify.WINDOW_ENDED, action="store_true", help="where samples are only missing: exit 75, the next run goes on"
+    )
 
 
 def run(spec: RunSpec, args: Namespace) -> HandoffResult:
@@ -31,6 +33,13 @@ def run(spec: RunSpec, args: Namespace) -> HandoffResult:
     dataset, meaning = opened(spec)
     found = verify.census(spec, dataset, whole=True)
     report = verify.check(spec, dataset, meaning, deep=False, whole=True, found=found)
+    if args.window_ended and report.missing and not report.failed:
+        raise TryAgain(
+            f"{report.missing} samples are left for the next run, {report.samples} are published",
+            field=verify.WINDOW_ENDED,
+            value=dataset,
+            fix="the hand-off follows when the data set is whole",
+        )
     if not report.ok:
         raise Refused(
             f"the data set is not whole ({report.missing} missing, {report.failed} failed): "

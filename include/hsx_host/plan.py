@@ -12,7 +12,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,14 +21,15 @@ from hsx_host.contract import PlanResult, RunSpec, ShardPlan, encode
 from hsx_host.dataset import Reject, Sample, read_samples
 from hsx_host.errors import BadInput, Refused
 from hsx_host.fingerprint import DatasetSemantics, dataset_dir, semantics, settle
-from hsx_host.manifest import Published, newest, read_lines, standing
+from hsx_host.manifest import Published, failures, newest, read_lines, standing
 from hsx_host.model_facts import ModelFacts, longest_prompt, read_model
 from hsx_host.progress import log
-from hsx_host.shards import ShardFiles, pack, shard_name, sync_folder, write_input
+from hsx_host.shards import ShardFiles, pack, shard_ids, shard_name, sync_folder, write_input
 
 HELP = "validate the data set, cut shards, size them, leave out what is already extracted"
 
 _NAMED_REJECTS = 20
+_NAMED_FAILURES = 3
 _NOT_READ_ON = 1000  # this many rejects beyond the limit: the file is of another kind, and reading on tells nothing new
 
 
@@ -55,6 +56,7 @@ class _Counts:
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="write nothing below the output root")
+    parser.add_argument("--failed", action="store_true", help="only shards with samples that failed")
 
 
 def run(spec: RunSpec, args: Namespace) -> PlanResult:
@@ -62,6 +64,8 @@ def run(spec: RunSpec, args: Namespace) -> PlanResult:
     facts = read_model(spec.model.path)
     meaning = semantics(spec, facts)
     folder = dataset_dir(spec, meaning)
+    if args.failed:
+        spec = replace(spec, data=replace(spec.data, shards=failing(folder)))
     with state.locked(state.folder(spec, "state") / f"plan-{meaning.dataset_id}.lock", wait_s=60, what="this plan"):
         settle(folder, meaning, write=False)
         draft = folder / "tmp" / "plan"  # inputs take their names only once the whole file has passed
@@ -70,6 +74,8 @@ def run(spec: RunSpec, args: Namespace) -> PlanResult:
             counts, shards = _pass(spec, meaning, facts, folder, None if args.dry_run else draft)
             _check(spec, counts, {s.id for s in shards})
             _check_nothing_lost(spec, folder, counts)
+            if args.failed and not spec.data.shards:
+                shards = []
             result = _result(spec, meaning, folder, counts, shards)
             if not args.dry_run:
                 _keep(folder, meaning, draft, counts, result)
@@ -77,6 +83,17 @@ def run(spec: RunSpec, args: Namespace) -> PlanResult:
             _discard(draft)
     state.write_document(state.run_dir(spec) / "plan.json", result)
     return result
+
+
+def failing(folder: Path) -> list[int]:
+    """The shards that have samples which were tried and are not published."""
+    found = []
+    for shard in shard_ids(folder):
+        files = ShardFiles(folder, shard)
+        published = newest(read_lines(files.manifest, Published)[0])
+        if failures(files.failures).keys() - published.keys():
+            found.append(shard)
+    return found
 
 
 def _pass(
@@ -180,6 +197,8 @@ def _close(
         counts.done += len(samples) - len(todo)
         if samples and draft:
             write_input(draft / f"{shard:05d}.safetensors", pack(samples))
+    known = failures(ShardFiles(folder, shard).failures)
+    failed = [known[s.row] for s in todo if s.row in known]
     form = formats.direct(meaning.formats)
     shape = formats.Shape(meaning.planes, meaning.hidden_size, meaning.dtype)
     return ShardPlan(
@@ -190,6 +209,8 @@ def _close(
         todo=len(todo),
         tokens=sum(len(s.ids) for s in todo),
         bytes=sum(form.file_bytes(len(s.ids), shape) for s in todo),
+        failed=len(failed),
+        reasons=[f"row {f.index} after {f.tries} tries: {f.reason}" for f in failed[:_NAMED_FAILURES]],
     )
 
 

@@ -19,7 +19,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from hsx_host import adopt, devices, disk, health, launch, model_facts, procid, serve, state
+from hsx_host import adopt, devices, disk, health, launch, lease, model_facts, procid, serve, state
 from hsx_host.contract import PreflightResult, RunSpec
 from hsx_host.errors import BadInput, HsxError, Refused, TryAgain
 from hsx_host.procid import ProcId
@@ -159,6 +159,10 @@ def _check_layers(spec: RunSpec) -> None:
 
 def _production(spec: RunSpec, warn: Callable[[str], None]) -> bool:
     """Whether production serves. Refused where something else holds its port, or it runs and does not serve."""
+    held = lease.read(spec)
+    if held is not None and held.run_id != spec.run_id and not lease.lapsed(held):
+        warn(f"run {held.run_id} holds the host: this run waits for it before it borrows")
+        return False
     server = state.read_server(spec)
     if (
         server is not None

@@ -91,6 +91,10 @@ class HostTryAgain(VerbFailed):
     """Exit 75: the host is held, the disk is full, a server died. Tried again."""
 
 
+class HostHeld(HostTryAgain):
+    """Exit 75 because another run holds the lease; ``value`` names it. Waited for."""
+
+
 class HostBug(VerbFailed):
     """Any other exit code: the host program itself failed."""
 
@@ -104,7 +108,7 @@ _BY_CODE: dict[int, type[VerbFailed]] = {2: HostBadInput, 3: HostRefused, 75: Ho
 
 def verb_error(verb: str, code: int, doc: ErrorDoc, detail: str = "") -> VerbFailed:
     """The error for exit ``code`` of ``verb``; ``detail`` is added where the program itself failed."""
-    cls = _BY_CODE.get(code, HostBug)
+    cls = HostHeld if code == 75 and doc.field == "lease" else _BY_CODE.get(code, HostBug)
     return cls(verb, doc, detail if cls is HostBug else "")
 
 

@@ -10,17 +10,19 @@ from airflow.sdk import Asset
 from airflow.sdk.exceptions import AirflowSkipException
 
 from hsx_host import contract as c
-from hsx_operators import errors
+from hsx_operators import errors, window
 from hsx_operators.answers import human_bytes, human_seconds
 from hsx_operators.base import HostVerbOperator
 from hsx_operators.hosts import POOL
-from hsx_operators.plan import HANDOFF_MISSED
+from hsx_operators.plan import HANDOFF_MISSED, SKIPPED_BECAUSE
 from hsx_operators.published import Told
 from hsx_operators.retry import HOST_RETRIES
 
 if TYPE_CHECKING:
     from airflow.sdk.definitions.context import Context
 
+#: XCom of an ``extract`` task whose samples failed: how many, and why.
+FAILURES = "failures"
 #: Updated by each run that hands a data set to training; ``extra`` tells where it is and how to read it.
 HIDDEN_STATES = Asset("hsx_hidden_states")
 
@@ -69,12 +71,24 @@ class ExtractShardOperator(HostVerbOperator):
         self.shard = shard
 
     def verb(self, context: Context) -> list[str]:
-        """``extract --shard N``."""
-        return ["extract", "--shard", str(self.shard["id"])]
+        """``extract --shard N``, and until when."""
+        until = window.end_of(context, self.host_of(context))
+        return ["extract", "--shard", str(self.shard["id"]), *(["--stop-after", repr(until)] if until else [])]
 
     def told(self, host: dict[str, Any], verb: Sequence[str]) -> Told:
         """The page follows a shard by its number."""
         return Told(host["ssh_conn_id"], verb, shard=int(self.shard["id"]))
+
+    def execute_complete(
+        self, context: Context, event: dict[str, Any], host: dict[str, Any], job_id: str, verb: list[str]
+    ) -> Any:
+        """Tell apart what failed: the samples themselves, which another host would meet too, or the host."""
+        try:
+            return super().execute_complete(context, event, host, job_id, verb)
+        except errors.HostTryAgain as e:
+            if e.field == "failures.jsonl":
+                context["ti"].xcom_push(key=FAILURES, value=e.message)
+            raise
 
     def allowed_retries(self, error: errors.HsxOperatorError, host: dict[str, Any]) -> int | None:
         """Retries of a shard are the profile's; SSH trouble is no fault of the shard and keeps the task's own."""
@@ -115,7 +129,8 @@ class VerifyDatasetOperator(HostVerbOperator):
 
     def verb(self, context: Context) -> list[str]:
         """``verify``."""
-        return ["verify", *(word for shard in self.shards or [] for word in ("--shard", str(shard["id"])))]
+        late = ["--window-ended"] if window.ended(context, self.host_of(context)) else []
+        return ["verify", *late, *(word for shard in self.shards or [] for word in ("--shard", str(shard["id"])))]
 
     def result(self, document: c.VerifyReport, host: dict[str, Any], context: Context) -> Any:
         """A report that isn't ok fails the task and names the problems."""
@@ -160,17 +175,25 @@ class TrainingHandoffOperator(HostVerbOperator):
         self.behind = behind
 
     def execute(self, context: Context) -> Any:
-        """Skipped where this run has verified nothing and nothing was missed (a cleanup that a person refused)."""
+        """Skipped where this run has verified nothing and nothing was missed (a cleanup that a person refused), and
+        where the window ended before the data set was whole: the next run hands it on."""
         ti = context["ti"]
         if self.behind and not (
             ti.xcom_pull(task_ids=self.behind) or ti.xcom_pull(task_ids="gate", key=HANDOFF_MISSED)
         ):
             raise AirflowSkipException("this run has verified nothing")
-        return super().execute(context)
+        try:
+            return self.run_verb(context)
+        except errors.HostTryAgain as e:
+            if e.field != "--window-ended":
+                raise
+            reason = f"The window has ended: {e.message.removeprefix('handoff: ')}."
+            ti.xcom_push(key=SKIPPED_BECAUSE, value=reason)
+            raise AirflowSkipException(reason) from None
 
     def verb(self, context: Context) -> list[str]:
         """``handoff``."""
-        return ["handoff"]
+        return ["handoff", *(["--window-ended"] if window.ended(context, self.host_of(context)) else [])]
 
     def result(self, document: c.HandoffResult, host: dict[str, Any], context: Context) -> Any:
         """The Asset's ``extra`` is the whole handoff."""

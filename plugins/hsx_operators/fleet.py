@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from airflow.sdk import BaseOperator, SkipMixin
 
 from hsx_operators.base import run_of
+from hsx_operators.extraction import FAILURES
 from hsx_operators.hosts import spread
 from hsx_operators.plan import SKIPPED_BECAUSE
+from hsx_operators.window import clock_of, end_of, ended, rest_of
 
 if TYPE_CHECKING:
     from airflow.sdk.definitions.context import Context
-
-#: XCom of an ``extract`` task whose samples failed: their reasons. Another host would meet the same samples.
-FAILURES = "failures"
 
 
 class ShareOperator(BaseOperator, SkipMixin):
@@ -48,9 +46,7 @@ class ShareOperator(BaseOperator, SkipMixin):
         reason = f"{self.on} has nothing to do here: its production is left alone."
         self.log.info("%s", reason)
         context["ti"].xcom_push(key=SKIPPED_BECAUSE, value=reason)
-        rest = context["task"].get_flat_relatives(upstream=False)
-        mine = [t for t in rest if t.task_id.startswith(f"{group}.") and not t.is_teardown]
-        self.skip(ti=context["ti"], tasks=mine)
+        self.skip(ti=context["ti"], tasks=rest_of(context, group))
         return []
 
 
@@ -92,8 +88,10 @@ class ReassignOperator(BaseOperator):
             self.log.info("No host has left anything to the others.")
             return {}
         names = ", ".join(str(s["name"]) for s in left)
-        if lead.get("stop_after") and time.time() > lead["stop_after"]:
-            self.log.warning("left for the next run, the window has ended: %s", names)
+        if ended(context, lead):
+            self.log.warning(
+                "left for the next run, the window ended at %s: %s", clock_of(end_of(context, lead)), names
+            )
             return {}
         if not standing:
             self.log.error("no host came through that could take over: %s", names)

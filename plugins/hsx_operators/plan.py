@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from airflow.providers.standard.utils.skipmixin import SkipMixin
@@ -17,7 +19,8 @@ from hsx_operators.hook import GpuHostHook, hook_of
 from hsx_operators.hosts import dag_id_of, spread
 from hsx_operators.profile import Profile, load_hosts
 from hsx_operators.published import reasons_kept
-from hsx_operators.spec import build_spec, check_known
+from hsx_operators.spec import build_spec, check_known, wants_failed
+from hsx_operators.window import window_end
 
 if TYPE_CHECKING:
     from airflow.sdk.definitions.context import Context
@@ -46,7 +49,12 @@ class PlanOperator(HostVerbOperator):
 
     def verb(self, context: Context) -> list[str]:
         """``plan``; a dry run writes nothing below the output root."""
-        return ["plan", *(["--dry-run"] if context["params"].get("dry_run") else [])]
+        params = context["params"]
+        return [
+            "plan",
+            *(["--dry-run"] if params.get("dry_run") else []),
+            *(["--failed"] if wants_failed(params.get("shards")) else []),
+        ]
 
     def execute(self, context: Context) -> Any:
         """Build and ship the spec, run ``preflight``, submit ``plan``."""
@@ -98,6 +106,9 @@ class PlanOperator(HostVerbOperator):
                 "cleanup_policy": spec.cleanup.policy,
                 "benchmark": spec.benchmark.enabled,
                 "top_up": spec.top_up is not None,
+                "stop_after": window_end(
+                    profile.nightly, str(params.get("stop_after") or ""), str(context["dag_run"].run_type), time.time()
+                ),
                 "shard_retries": profile.tasks.shard_retries,
                 "lease_ttl_s": profile.tasks.lease_ttl_s,
             }
@@ -116,6 +127,9 @@ class PlanOperator(HostVerbOperator):
     def result(self, document: c.PlanResult, host: dict[str, Any], context: Context) -> None:
         """Tell in words what will be done; each part is an XCom of its own."""
         runs = host.pop("runs")
+        if wants_failed(context["params"].get("shards")) and document.shards:
+            for run in {id(r): r for r in (host, *runs.values()) if "problem" not in r}.values():
+                run["spec_path"] = narrowed(run, [shard.id for shard in document.shards])
         if self.hosts:
             self._share_out(document, host, runs, context)
         context["ti"].xcom_push(key="run", value=host)
@@ -154,6 +168,9 @@ def tell_plan(document: c.PlanResult, ti: Any, log: Any) -> None:
         f"{document.todo_tokens:,}",
         human_bytes(document.todo_bytes),
     )
+    for shard in document.shards:
+        if shard.failed:
+            log.warning("%s: %d samples failed before: %s", shard.name, shard.failed, "; ".join(shard.reasons))
     for key, value in (("plan", plan), ("shards", shards)):
         ti.xcom_push(key=key, value=value)
 
@@ -165,6 +182,13 @@ def share_out(document: c.PlanResult, runs: dict[str, dict[str, Any]], ti: Any, 
         share = shares.get(name, [])
         log.info("%s: %d shards, %s tokens", name, len(share), f"{sum(s['tokens'] for s in share):,}")
     ti.xcom_push(key="shares", value=shares)
+
+
+def narrowed(run: dict[str, Any], shards: list[int]) -> str:
+    """Freeze on a host which shards the plan has found; the path of the new spec."""
+    with hook_of(run) as hook:
+        spec = c.decode(c.RunSpec, hook.read_file(run["spec_path"]) or b"")
+        return hook.put_document(replace(spec, data=replace(spec.data, shards=shards)))
 
 
 def check_hosts(profile: str, listed: list[str], made_of: list[str]) -> None:

@@ -4,17 +4,54 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from airflow.sdk import SkipMixin
+
 from hsx_host import contract as c
+from hsx_operators import window
 from hsx_operators.base import HostVerbOperator
-from hsx_operators.errors import HostRefused
+from hsx_operators.errors import HostHeld, HostRefused, HostUnreachable, HsxOperatorError
 from hsx_operators.hook import hook_of
+from hsx_operators.plan import SKIPPED_BECAUSE
 from hsx_operators.retry import ACQUIRE_RETRIES, RESTORE_RETRIES, HostRetryPolicy
 
 if TYPE_CHECKING:
     from airflow.sdk.definitions.context import Context
 
 
-class AcquireHostOperator(HostVerbOperator):
+class HoldOff(HostVerbOperator, SkipMixin):
+    """Of the steps before the host is borrowed: they wait while another run holds it, until the window has ended.
+
+    Then the rest of the run (of this host's group, where there are several) is skipped: the run is green, production
+    was not touched, and the next night goes on.
+    """
+
+    default_retries: ClassVar[int] = 288  # a day, at five minutes
+    default_policy: ClassVar[HostRetryPolicy] = ACQUIRE_RETRIES
+    inherits_from_skipmixin = True
+
+    def too_late(self, context: Context) -> bool:
+        """Skip what follows where no sample could be asked for any more before the window ends."""
+        host = self.host_of(context)
+        plan = context["ti"].xcom_pull(task_ids=self.plan_task_id, key="plan") or {}
+        takes = float((plan.get("pace") or {}).get("overhead_s") or 0.0)
+        if not window.ended(context, host, ahead_s=takes):
+            return False
+        reason = (
+            f"The window ends at {window.clock_of(window.end_of(context, host))}, too soon to borrow the host: "
+            "nothing was extracted, production was not touched. The next run goes on."
+        )
+        self.log.info("%s", reason)
+        context["ti"].xcom_push(key=SKIPPED_BECAUSE, value=reason)
+        group = self.task_id.rpartition(".")[0] if self.on else ""
+        self.skip(ti=context["ti"], tasks=window.rest_of(context, group))
+        return True
+
+    def allowed_retries(self, error: HsxOperatorError, host: dict[str, Any]) -> int | None:
+        """Only a held host is waited for so long."""
+        return None if isinstance(error, HostHeld | HostUnreachable) else 3
+
+
+class AcquireHostOperator(HoldOff, HostVerbOperator):
     """Takes the lease on the host for this run; from here on every poll renews it.
 
     Where another run holds it, the task waits and tries again; the message names the holder.
@@ -22,8 +59,10 @@ class AcquireHostOperator(HostVerbOperator):
 
     result_type = c.Lease
     detached = False
-    default_retries: ClassVar[int] = 288  # a day
-    default_policy: ClassVar[HostRetryPolicy] = ACQUIRE_RETRIES
+
+    def execute(self, context: Context) -> Any:
+        """Nothing, and the rest is skipped, where the window has ended."""
+        return None if self.too_late(context) else self.run_verb(context)
 
     def verb(self, context: Context) -> list[str]:
         """``acquire``."""
@@ -91,8 +130,10 @@ class ApplyPatchOperator(HostVerbOperator):
         return c.to_dict(pristine(report))
 
 
-class BenchmarkOperator(HostVerbOperator):
+class BenchmarkOperator(HoldOff, HostVerbOperator):
     """``sglang.bench_serving`` against production: single stream and high concurrency.
+
+    Where another run holds the host, ``before`` waits and tries again, as ``acquire`` does.
 
     :param phase: ``before`` keeps the baseline with the run, ``after`` compares with it.
     """
@@ -105,7 +146,9 @@ class BenchmarkOperator(HostVerbOperator):
         self.phase = phase
 
     def execute(self, context: Context) -> Any:
-        """Nothing where the run has its benchmark switched off."""
+        """Nothing where the run has its benchmark switched off, or comes too late to borrow the host."""
+        if self.phase == "before" and self.too_late(context):
+            return None
         if not self.host_of(context)["benchmark"]:
             self.log.info("The benchmark is switched off for this run.")
             return None

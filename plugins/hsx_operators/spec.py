@@ -22,8 +22,10 @@ from hsx_operators.trainers import training_settings
 
 #: What a run may choose besides the profile; the DAG's Params have these names.
 CHOICES = ("dataset", "shards", "output_root", "formats", "cleanup_policy", "benchmark")
-PARAMS = ("profile", *CHOICES, "dry_run")
+PARAMS = ("profile", *CHOICES, "dry_run", "stop_after")
 AS_PROFILE = "as in the profile"
+#: The Param ``shards`` may be this word instead of numbers.
+FAILED = "failed"
 
 _BY_FIELD = {"model-path": "model.path", "model": "model.path", "host": "production.host", "port": "production.port"}
 #: SGLang spells some flags in several ways; a replacement must meet the other spelling too.
@@ -234,7 +236,9 @@ def check_known(params: Iterable[str]) -> None:
 
 
 def parse_shards(text: object) -> list[int]:
-    """``"3,7-9"`` -> ``[3, 7, 8, 9]``; "" means all."""
+    """``"3,7-9"`` -> ``[3, 7, 8, 9]``; "" means all, ``failed`` those that ``plan --failed`` finds (here: all)."""
+    if wants_failed(text):
+        return []
     if not isinstance(text, str):
         raise ConfigError("expected a text such as 3,7-9", field="shards", value=text, fix="quote it")
     shards: set[int] = set()
@@ -245,10 +249,15 @@ def parse_shards(text: object) -> list[int]:
                 f"{part!r} is not a shard number or a rising range",
                 field="shards",
                 value=text,
-                fix="write numbers and ranges, such as 3,7-9; leave it empty for all",
+                fix="write numbers and ranges, such as 3,7-9, or failed; leave it empty for all",
             )
         shards.update(range(int(m[1]), int(m[2] or m[1]) + 1))
     return sorted(shards)
+
+
+def wants_failed(text: object) -> bool:
+    """Whether the Param ``shards`` asks for those with failed samples."""
+    return isinstance(text, str) and text.strip() == FAILED
 
 
 def _path_param(params: Mapping[str, Any], key: str) -> str:

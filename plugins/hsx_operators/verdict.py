@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from airflow.sdk.definitions.context import Context
 
 
+#: Steps that skip the rest where the window ends too soon to borrow the host.
+BEFORE = ("benchmark_before", "acquire")
+
+
 class RunFailed(HsxOperatorError):
     """A task of the run failed; the message says which, and how production stands."""
 
@@ -29,6 +33,7 @@ class VerdictOperator(BaseOperator):
 
     :param gate_task_id: the task that may skip the rest on purpose (nothing to do, dry run).
     :param approval_task_id: the task that may skip the rest by a person's rejection.
+    :param handoff_task_id: the task that is skipped where the window ended before the data set was whole.
     :param hosts: the hosts of a profile that lists several; each has a group of tasks, and one of ``take_over``.
     """
 
@@ -40,6 +45,7 @@ class VerdictOperator(BaseOperator):
         gate_task_id: str = "gate",
         approval_task_id: str = "approve_cleanup",
         plan_task_id: str = "plan",
+        handoff_task_id: str = "handoff",
         hosts: Sequence[str] = (),
         **kwargs: Any,
     ) -> None:
@@ -48,6 +54,7 @@ class VerdictOperator(BaseOperator):
         kwargs.setdefault("retry_policy", ExceptionRetryPolicy([RetryRule(RunFailed, RetryAction.FAIL)]))
         super().__init__(**kwargs)
         self.gate_task_id, self.approval_task_id, self.plan_task_id = gate_task_id, approval_task_id, plan_task_id
+        self.handoff_task_id = handoff_task_id
         self.groups = [f"{group}{host}." for group in ("", f"{TAKE_OVER}.") for host in hosts]
 
     def execute(self, context: Context) -> dict[str, Any]:
@@ -55,7 +62,7 @@ class VerdictOperator(BaseOperator):
         ti = context["ti"]
         states: dict[str, str | None] = ti.get_task_states(dag_id=ti.dag_id, run_ids=[ti.run_id]).get(ti.run_id, {})
         meant = self._skipped_on_purpose(ti)
-        idle = tuple(g for g in self.groups if ti.xcom_pull(task_ids=f"{g}share", key=SKIPPED_BECAUSE))
+        idle = tuple(g for g in self.groups if self._reason(ti, *(f"{g}{task}" for task in ("share", *BEFORE))))
         others = {
             name: state
             for name, state in states.items()
@@ -71,10 +78,13 @@ class VerdictOperator(BaseOperator):
         return {"verdict": "good", "summary": lines}
 
     def _skipped_on_purpose(self, ti: Any) -> str:
-        for task_id in (self.gate_task_id, self.approval_task_id):
-            if reason := ti.xcom_pull(task_ids=task_id, key=SKIPPED_BECAUSE):
-                return str(reason)
-        return ""
+        before = () if self.groups else BEFORE
+        return self._reason(ti, self.gate_task_id, self.approval_task_id, *before, self.handoff_task_id)
+
+    @staticmethod
+    def _reason(ti: Any, *task_ids: str) -> str:
+        found = (ti.xcom_pull(task_ids=task_id, key=SKIPPED_BECAUSE) for task_id in task_ids)
+        return next((str(reason) for reason in found if reason), "")
 
     def _summary(self, ti: Any, meant: str) -> list[str]:
         lines = [meant] if meant else []

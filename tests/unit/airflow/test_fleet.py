@@ -11,7 +11,8 @@ from airflow.serialization.serialized_objects import DagSerialization
 from fleet_profile import body, dag_bag, write
 
 from hsx_operators.errors import ConfigError, HostLeftOut, ProfileError
-from hsx_operators.fleet import FAILURES, ReassignOperator, ShareOperator, came_through, unfinished
+from hsx_operators.extraction import FAILURES
+from hsx_operators.fleet import ReassignOperator, ShareOperator, came_through, unfinished
 from hsx_operators.hosts import spread
 from hsx_operators.plan import check_hosts
 from hsx_operators.profile import parse_hosts

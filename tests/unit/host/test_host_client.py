@@ -159,7 +159,7 @@ def shard(server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> c
     spec = h.make_spec(
         tmp_path, h.write_lines(tmp_path / "d.jsonl", h.samples(6)), shard_size=8, tries=3, request_timeout_s=20.0
     )
-    plan.run(spec, Namespace(dry_run=False))
+    plan.run(spec, Namespace(dry_run=False, failed=False))
     weight = {"weight": torch.ones(h.HIDDEN).bfloat16(), "eps": torch.tensor([1e-5], dtype=torch.float64)}
     save_file(weight, server.spool / proof.NORM_FILE)
     prover = proof.NextToken(spec.model.path, server.spool / proof.NORM_FILE)
@@ -177,7 +177,7 @@ def shard(server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> c
 
 
 def extracted(spec: c.RunSpec) -> c.ShardSummary:
-    return extract.run(spec, Namespace(shard=0))
+    return extract.run(spec, Namespace(shard=0, stop_after=0.0))
 
 
 def files_of(spec: c.RunSpec) -> ShardFiles:
@@ -364,7 +364,7 @@ def test_another_sample_in_the_row_is_no_suspect(shard: c.RunSpec, server: Stand
     lines = h.samples(6)
     lines[3] = h.line([9] * 40)
     h.write_lines(Path(spec.data.path), lines)
-    plan.run(spec, Namespace(dry_run=False))
+    plan.run(spec, Namespace(dry_run=False, failed=False))
     last = again(spec, server)
     assert isinstance(last, c.ShardSummary)
     assert last.published == 6
@@ -401,3 +401,28 @@ def test_a_full_disk_at_a_document_names_the_bytes_and_leaves_nothing(
         state.write_text(tmp_path / "handoff.json", "x" * 1000)
     assert [p.name for p in tmp_path.iterdir()] == ["handoff.json"]
     assert (tmp_path / "handoff.json").read_text() == "old"
+
+
+def test_the_end_of_the_window_ends_a_shard_in_good_order(
+    shard: c.RunSpec, server: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = replace(shard, data=replace(shard.data, concurrency=1))
+    with monkeypatch.context() as m:
+        m.setattr(extract._Shard, "_window_ended", lambda self: len(server.rids) >= 2)
+        summary = extracted(spec)
+    assert (summary.published, summary.extracted, summary.left, summary.failed) == (2, 2, 4, 0)
+    assert summary.proof.startswith("2 of 2 next tokens")
+    asked = len(server.rids)
+    late = extract.run(spec, Namespace(shard=0, stop_after=1.0))
+    assert (late.published, late.extracted, late.left) == (2, 0, 4)
+    assert len(server.rids) == asked, "nothing is asked for after the window"
+    assert extracted(spec).extracted == 4, "the next night goes on"
+
+
+def test_samples_that_failed_stay_failures_after_the_window(shard: c.RunSpec, server: StandIn) -> None:
+    server.change = lambda answer, record: (answer, planes(record, finite=record.rows != 7))
+    with h.refuses(TryAgain, "failures.jsonl", "1 of 6 samples"):
+        extracted(shard)
+    with h.refuses(TryAgain, "failures.jsonl", "row 2 after 3 tries"):
+        extract.run(shard, Namespace(shard=0, stop_after=1.0))
+    assert [line.index for line in read_lines(files_of(shard).failures, Failed)[0]] == [2]

@@ -88,7 +88,7 @@ print("torch" in sys.modules, int(peak[1]) // 1024)
 def test_a_shards_proof_needs_no_torch_and_little_memory(tmp_path: Path) -> None:
     """With a head of 400 MB: it is read in blocks, never whole."""
     spec = h.make_spec(tmp_path, h.write_lines(tmp_path / "d.jsonl", h.samples(4)))
-    plan.run(spec, Namespace(dry_run=False))
+    plan.run(spec, Namespace(dry_run=False, failed=False))
     h.publish(spec)
     small = head.Head(Path(spec.model.path)).rows(0, h.VOCAB)
     rows = 400_000_000 // (2 * h.HIDDEN)

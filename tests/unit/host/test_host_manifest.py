@@ -21,7 +21,7 @@ from hsx_host.shards import ShardFiles, read_input
 def made(tmp_path: Path) -> tuple[c.RunSpec, Path, ShardFiles]:
     """Four published samples of one shard."""
     spec = h.make_spec(tmp_path, h.write_lines(tmp_path / "d.jsonl", h.samples(4)))
-    plan.run(spec, Namespace(dry_run=False))
+    plan.run(spec, Namespace(dry_run=False, failed=False))
     dataset = h.publish(spec)
     return spec, dataset, ShardFiles(dataset, 0)
 
@@ -73,7 +73,7 @@ def test_other_sample_under_the_same_row_leaves_the_manifest(made: tuple[c.RunSp
     lines = h.samples(4)
     lines[2] = h.line([8, 8, 8])
     h.write_lines(Path(spec.data.path), lines)
-    plan.run(spec, Namespace(dry_run=False))
+    plan.run(spec, Namespace(dry_run=False, failed=False))
     assert resumed(dataset, files) == ([0, 1, 3], ["row 2 was another sample: it leaves the manifest"])
 
 

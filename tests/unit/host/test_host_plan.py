@@ -15,11 +15,12 @@ from hsx_host import contract as c
 from hsx_host import fingerprint, plan
 from hsx_host.errors import BadInput, Refused, TryAgain
 from hsx_host.formats import speculators_v1 as v1
+from hsx_host.manifest import Failed, Ledger
 from hsx_host.shards import ShardFiles, read_input, shard_ids
 
 
-def run(spec: c.RunSpec, dry_run: bool = False) -> c.PlanResult:
-    return plan.run(spec, Namespace(dry_run=dry_run))
+def run(spec: c.RunSpec, dry_run: bool = False, failed: bool = False) -> c.PlanResult:
+    return plan.run(spec, Namespace(dry_run=dry_run, failed=failed))
 
 
 def planned(root: Path, lines: list[str], **settings: Any) -> tuple[c.RunSpec, c.PlanResult]:
@@ -116,6 +117,20 @@ def test_published_samples_are_left_out(tmp_path: Path) -> None:
     (dataset / "v1/data_2.pt").unlink()
     (dataset / "v1/data_5.pt").write_bytes(b"cut")
     assert [(s.id, s.todo) for s in run(spec).shards] == [(0, 1), (1, 4)]
+
+
+def test_only_shards_with_samples_that_failed(tmp_path: Path) -> None:
+    spec, _ = planned(tmp_path, h.samples(10))
+    dataset = h.publish(spec, rows=[0, 1, 3, 4, 5, 6, 7])  # shard 1 is whole, shard 2 was never begun
+    assert run(spec, failed=True).shards == []
+    for row in (2, 5):  # row 5 was published after it had failed
+        ledger: Ledger[Failed] = Ledger(ShardFiles(dataset, row // 4).failures)
+        ledger.append(Failed(row, 7, "", "layer_1 is not finite", 3, 0.0))
+        ledger.close()
+    (shard,) = run(spec, failed=True).shards
+    assert (shard.id, shard.todo, shard.failed) == (0, 1, 1)
+    assert shard.reasons == ["row 2 after 3 tries: layer_1 is not finite"]
+    assert [(s.id, s.failed) for s in run(spec).shards] == [(0, 1), (2, 0)]
 
 
 def test_with_nothing_to_do_no_shard_is_named(tmp_path: Path) -> None:

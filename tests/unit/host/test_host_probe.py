@@ -34,7 +34,7 @@ class Setting:
 
     def __init__(self, root: Path) -> None:
         self.spec = h.make_spec(root, h.write_lines(root / "d.jsonl", h.samples(6)))
-        plan.run(self.spec, Namespace(dry_run=False))
+        plan.run(self.spec, Namespace(dry_run=False, failed=False))
         (root / "spool").mkdir()
         self.server = StandIn(root / "spool")
         self.server.states = rows

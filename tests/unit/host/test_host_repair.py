@@ -28,7 +28,7 @@ def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[c.R
     (tmp_path / "spool").mkdir()
     server = StandIn(tmp_path / "spool")
     spec = h.make_spec(tmp_path, h.write_lines(tmp_path / "d.jsonl", h.samples(8)), shard_size=4)
-    plan.run(spec, Namespace(dry_run=False))
+    plan.run(spec, Namespace(dry_run=False, failed=False))
     weight = {"weight": torch.ones(h.HIDDEN).bfloat16(), "eps": torch.tensor([1e-5], dtype=torch.float64)}
     save_file(weight, server.spool / proof.NORM_FILE)
     prover = proof.NextToken(spec.model.path, server.spool / proof.NORM_FILE)
@@ -43,7 +43,7 @@ def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[c.R
     monkeypatch.setattr(extract, "live_engine", lambda given: server.engine())
     monkeypatch.setattr(extract, "ready_norm_class", lambda spool: "RMSNorm")
     for shard in (0, 1):
-        extract.run(spec, Namespace(shard=shard))
+        extract.run(spec, Namespace(shard=shard, stop_after=0.0))
     yield spec, server
     server.close()
 
@@ -124,7 +124,7 @@ def test_each_fault_is_named_and_repaired(whole: tuple[c.RunSpec, StandIn], faul
         verify.run(spec, Namespace(deep=True, shard=None))
     assert words in str(told.value)
     asked = len(server.rids)
-    assert extract.run(spec, Namespace(shard=0)).extracted == redone
+    assert extract.run(spec, Namespace(shard=0, stop_after=0.0)).extracted == redone
     assert len(server.rids) == asked + redone, "more than the damaged samples was redone"
     report = verify.run(spec, Namespace(deep=True, shard=None))
     assert (report.ok, report.samples) == (True, 8)
@@ -141,7 +141,7 @@ def test_a_line_of_another_version_is_not_dropped(whole: tuple[c.RunSpec, StandI
     manifest.write_bytes(manifest.read_bytes().replace(b'"version":1', b'"version":2'))
     before = manifest.read_bytes()
     with h.refuses(Refused, "manifest.jsonl", "line 1 can't be read", "version 2"):
-        extract.run(spec, Namespace(shard=0))
+        extract.run(spec, Namespace(shard=0, stop_after=0.0))
     assert manifest.read_bytes() == before
 
 
@@ -163,9 +163,9 @@ def test_other_settings_are_another_data_set(whole: tuple[c.RunSpec, StandIn], f
     moved = dataset.with_name(meaning.dataset_id)
     dataset.rename(moved)
     with h.refuses(Refused, field):
-        plan.run(other, Namespace(dry_run=False))
+        plan.run(other, Namespace(dry_run=False, failed=False))
     with h.refuses(Refused, field):
-        extract.run(other, Namespace(shard=0))
+        extract.run(other, Namespace(shard=0, stop_after=0.0))
     with h.refuses(Refused, field):
         verify.run(other, Namespace(deep=False, shard=None))
 
@@ -182,4 +182,4 @@ def test_other_weights_engine_and_norm_are_named(whole: tuple[c.RunSpec, StandIn
 
     state.write_document(dataset / "dataset.json", replace(meaning, **{name: value}))
     with pytest.raises(Refused, match=name):
-        extract.run(spec, Namespace(shard=0))
+        extract.run(spec, Namespace(shard=0, stop_after=0.0))

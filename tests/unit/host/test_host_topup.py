@@ -84,11 +84,11 @@ def spec_of(root: Path, production: Production, *, have: int = 3, asks: int = 6,
 
 
 def top_up(spec: c.RunSpec, dry_run: bool = False) -> c.TopUpResult:
-    return topup.run(spec, Namespace(dry_run=dry_run))
+    return topup.run(spec, Namespace(dry_run=dry_run, failed=False))
 
 
 def planned(spec: c.RunSpec) -> c.PlanResult:
-    return plan.run(spec, Namespace(dry_run=False))
+    return plan.run(spec, Namespace(dry_run=False, failed=False))
 
 
 def test_the_rest_is_made_and_planned_as_shards_of_its_own(tmp_path: Path, production: Production) -> None:

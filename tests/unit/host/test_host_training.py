@@ -35,9 +35,9 @@ def made(tmp_path: Path) -> c.RunSpec:
     """A handed-off data set, and a training of it."""
     h.make_model(tmp_path / "model", num_attention_heads=4, num_key_value_heads=2, intermediate_size=128)
     spec = h.make_spec(tmp_path, h.write_lines(tmp_path / "d.jsonl", h.samples(6)))
-    plan.run(spec, Namespace(dry_run=False))
+    plan.run(spec, Namespace(dry_run=False, failed=False))
     h.publish(spec)
-    handoff.run(spec, Namespace())
+    handoff.run(spec, Namespace(window_ended=False))
     return with_training(spec, "{layers}")
 
 
@@ -246,5 +246,5 @@ def test_figures_count_what_each_step_of_the_target_gave() -> None:
 def test_prompts_of_the_data_set_end_before_the_first_trained_token(tmp_path: Path) -> None:
     lines = [h.line([5, 6, 7, 8], [0, 0, 1, 1]), h.line([9, 9, 9, 9], [0, 0, 0, 0]), h.line([1, 2], [1, 1])]
     spec = h.make_spec(tmp_path, h.write_lines(tmp_path / "d.jsonl", lines))
-    dataset = Path(plan.run(spec, Namespace(dry_run=False)).dataset_dir)
+    dataset = Path(plan.run(spec, Namespace(dry_run=False, failed=False)).dataset_dir)
     assert [p.ids for p in acceptance.of_dataset(dataset, 9)] == [[5, 6], [9, 9]]

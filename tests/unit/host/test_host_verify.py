@@ -26,12 +26,12 @@ from hsx_host.shards import ShardFiles
 def made(tmp_path: Path) -> tuple[c.RunSpec, Path]:
     """Ten published samples in three shards."""
     spec = h.make_spec(tmp_path, h.write_lines(tmp_path / "d.jsonl", h.samples(10)), proof_samples=10)
-    plan.run(spec, Namespace(dry_run=False))
+    plan.run(spec, Namespace(dry_run=False, failed=False))
     return spec, h.publish(spec)
 
 
-def check(spec: c.RunSpec, deep: bool = False, shards: list[int] | None = None) -> c.VerifyReport:
-    report: c.VerifyReport = verify.run(spec, Namespace(deep=deep, shard=shards))
+def check(spec: c.RunSpec, deep: bool = False, shards: list[int] | None = None, late: bool = False) -> c.VerifyReport:
+    report: c.VerifyReport = verify.run(spec, Namespace(deep=deep, shard=shards, window_ended=late))
     return report
 
 
@@ -97,7 +97,7 @@ def test_samples_that_were_never_extracted(made: tuple[c.RunSpec, Path]) -> None
     with h.refuses(TryAgain, "manifest.jsonl", "0 are missing, 1 failed", "row 6: layer_3 is not finite"):
         check(spec)
     with h.refuses(Refused, "data.name", "1 failed"):
-        handoff.run(spec, Namespace())
+        handoff.run(spec, Namespace(window_ended=False))
     assert not (dataset / "handoff.json").exists()
 
 
@@ -119,7 +119,7 @@ def test_a_stray_file_would_be_trained_on(made: tuple[c.RunSpec, Path], name: st
 
 def test_nothing_published(tmp_path: Path) -> None:
     spec = h.make_spec(tmp_path, h.write_lines(tmp_path / "d.jsonl", h.samples(3)))
-    plan.run(spec, Namespace(dry_run=False))
+    plan.run(spec, Namespace(dry_run=False, failed=False))
     with h.refuses(TryAgain, "manifest.jsonl", "missing rows: 0, 1, 2", "no sample is published"):
         check(spec)
 
@@ -230,13 +230,13 @@ def test_another_norm_is_refused(tmp_path: Path) -> None:
 
 def test_handoff_is_the_document_and_names_every_engines_ids(made: tuple[c.RunSpec, Path]) -> None:
     spec, dataset = made
-    result = handoff.run(spec, Namespace())
+    result = handoff.run(spec, Namespace(window_ended=False))
     assert c.decode(c.HandoffResult, (dataset / "handoff.json").read_bytes()) == result
     assert (result.samples, result.layers, result.final.split(":")[0]) == (10, [1, 3, 6], "before_norm")
     assert result.formats == {"speculators_v1": str(dataset / "v1")}
     assert json.loads((dataset / "v1/sample_lengths.json").read_text()) == {str(i): 5 + i for i in range(10)}
     assert check(spec).ok, "side files are no strays"
-    assert handoff.run(spec, Namespace()) == result
+    assert handoff.run(spec, Namespace(window_ended=False)) == result
     assert result.profile == "tiny"
     assert f"--data-path {dataset}/v1 --legacy-data --target-layer-ids 1 3 6" in result.commands["speculators_0.7"]
     assert "--format specforge" in result.commands["convert_specforge"], "a format that is not there is to be made"
@@ -244,13 +244,13 @@ def test_handoff_is_the_document_and_names_every_engines_ids(made: tuple[c.RunSp
 
 def test_a_plan_knows_whether_what_is_published_was_handed_off(made: tuple[c.RunSpec, Path]) -> None:
     spec, dataset = made
-    assert not plan.run(spec, Namespace(dry_run=False)).handed_off
-    handoff.run(spec, Namespace())
-    assert plan.run(spec, Namespace(dry_run=False)).handed_off
+    assert not plan.run(spec, Namespace(dry_run=False, failed=False)).handed_off
+    handoff.run(spec, Namespace(window_ended=False))
+    assert plan.run(spec, Namespace(dry_run=False, failed=False)).handed_off
     republish(dataset, 2, h.states(7, seed=50))
-    assert not plan.run(spec, Namespace(dry_run=False)).handed_off
+    assert not plan.run(spec, Namespace(dry_run=False, failed=False)).handed_off
     (dataset / "handoff.json").write_text("{}")
-    assert not plan.run(spec, Namespace(dry_run=False)).handed_off
+    assert not plan.run(spec, Namespace(dry_run=False, failed=False)).handed_off
 
 
 def test_a_handoff_reads_each_manifest_once(made: tuple[c.RunSpec, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,15 +263,35 @@ def test_a_handoff_reads_each_manifest_once(made: tuple[c.RunSpec, Path], monkey
         return plain(path, cls)
 
     monkeypatch.setattr(verify, "read_lines", counting)
-    handoff.run(spec, Namespace())
+    handoff.run(spec, Namespace(window_ended=False))
     assert len(read) == len(set(read)) > 1
 
 
 def test_a_run_of_some_shards_hands_on_all_that_is_published(made: tuple[c.RunSpec, Path]) -> None:
     spec, dataset = made
     some = replace(spec, data=replace(spec.data, shards=[1]))
-    assert handoff.run(some, Namespace()).samples == 10
+    assert handoff.run(some, Namespace(window_ended=False)).samples == 10
     assert len(json.loads((dataset / "v1/sample_lengths.json").read_text())) == 10
+
+
+def test_what_the_window_left_is_no_fault_and_is_not_handed_on(made: tuple[c.RunSpec, Path]) -> None:
+    spec, dataset = made
+    (dataset / "shards/00000/manifest.jsonl").unlink()
+    for row in range(4):
+        (dataset / f"v1/data_{row}.pt").unlink()
+    report = check(spec, late=True)
+    assert (report.ok, report.samples, report.missing, report.failed) == (True, 6, 4, 0)
+    with h.refuses(TryAgain, "--window-ended", "4 samples are left for the next run"):
+        handoff.run(spec, Namespace(window_ended=True))
+    with h.refuses(Refused, "data.name", "not whole"):
+        handoff.run(spec, Namespace(window_ended=False))
+    ledger: Ledger[Failed] = Ledger(ShardFiles(dataset, 0).failures)
+    ledger.append(Failed(1, 6, "", "a reason", 3, 0.0))
+    ledger.close()
+    with h.refuses(TryAgain, "manifest.jsonl", "a reason"):
+        check(spec, late=True)
+    with h.refuses(Refused, "data.name", "a reason"):
+        handoff.run(spec, Namespace(window_ended=True))
 
 
 def test_one_hosts_shards_alone(made: tuple[c.RunSpec, Path]) -> None:
@@ -306,8 +326,8 @@ def test_disproved_samples_count_no_longer(made: tuple[c.RunSpec, Path]) -> None
     spec, dataset = made
     republish(dataset, 2, h.states(7, seed=50))
     with h.refuses(Refused, "shard", "row 2", "next-token proof failed"):
-        extract.run(spec, Namespace(shard=0))
-    result = plan.run(spec, Namespace(dry_run=False))
+        extract.run(spec, Namespace(shard=0, stop_after=0.0))
+    result = plan.run(spec, Namespace(dry_run=False, failed=False))
     assert (result.todo, [s.id for s in result.shards]) == (1, [0])
     assert "next-token proof" in read_lines(ShardFiles(dataset, 0).failures, Failed)[0][0].reason
 

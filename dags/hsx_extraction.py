@@ -43,7 +43,7 @@ again. `restore` brings production back **whatever happened**, `handoff` tells t
 
 ### A shard failed
 Clear it (with *downstream*): only its missing samples are extracted; the host is borrowed and given back for it.
-Or trigger a run with `shards` = `3,7-9`.
+Or trigger a run with `shards` = `3,7-9` or `failed`.
 
 ### Every night
 A profile with `nightly.schedule` has a DAG of its own that runs by it. A night with nothing new leaves production

@@ -26,7 +26,7 @@ def test_document() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rc", "cls"), [(2, e.HostBadInput), (3, e.HostRefused), (75, e.HostTryAgain), (1, e.HostBug), (9, e.HostBug)]
+    ("rc", "cls"), [(2, e.HostBadInput), (3, e.HostRefused), (75, e.HostHeld), (1, e.HostBug), (9, e.HostBug)]
 )
 def test_exit_codes(rc: int, cls: type[e.VerbFailed]) -> None:
     with pytest.raises(e.VerbFailed) as caught:

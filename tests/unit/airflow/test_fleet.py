@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -211,16 +212,19 @@ def run(name: str) -> dict[str, Any]:
     return {"ssh_conn_id": name, "stop_after": 0.0}
 
 
-def reassign(states: dict[str, str], shares: dict[str, Any], **xcoms: Any) -> tuple[dict[str, list[int]], str]:
+def reassign(
+    states: dict[str, str], shares: dict[str, Any], end: float = 0.0, **xcoms: Any
+) -> tuple[dict[str, list[int]], str]:
     known: dict[tuple[Any, ...], Any] = {
-        ("plan", "run"): run("a"),
+        ("plan", "run"): {**run("a"), "stop_after": end},
         ("plan", "run_b"): run("b"),
         ("plan", "run_a"): run("a"),
     }
     known |= {tuple(k.split("/")) if i is None else (*k.split("/"), i): v for k, (i, v) in xcoms.items()}
     ti = Ti(states, known)
     operator = ReassignOperator(task_id="reassign", hosts=["a", "b"], shares=shares)
-    return ids(operator.execute({"ti": ti})), ti.pushed["run"]["ssh_conn_id"]  # type: ignore[typeddict-item]
+    context: Any = {"ti": ti, "dag_run": SimpleNamespace(clear_number=0)}
+    return ids(operator.execute(context)), ti.pushed["run"]["ssh_conn_id"]
 
 
 SHARES = {"a": [shard(0), shard(2)], "b": [shard(1), shard(3)]}
@@ -255,6 +259,10 @@ def test_samples_that_failed_are_not_tried_on_another_host() -> None:
 
 def test_where_no_host_came_through_nothing_is_handed_over() -> None:
     assert reassign({**GOOD, "a.restore": "failed", "b.extract_1": "failed"}, SHARES)[0] == {}
+
+
+def test_after_the_window_nothing_is_handed_over() -> None:
+    assert reassign({**GOOD, "b.extract_1": "failed"}, SHARES, end=1.0)[0] == {}
 
 
 def test_states_of_one_host() -> None:

@@ -116,17 +116,17 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str, int]] = {
 def test_each_fault_is_named_and_repaired(whole: tuple[c.RunSpec, StandIn], fault: str) -> None:
     spec, server = whole
     dataset, _ = fingerprint.opened(spec)
-    assert verify.run(spec, Namespace(deep=True, shard=None)).ok
+    assert verify.run(spec, Namespace(deep=True, shard=None, window_ended=False)).ok
     before = {p.name: p.read_bytes() for p in (dataset / "v1").iterdir()}
     spoil, words, redone = FAULTS[fault]
     spoil(dataset)
     with pytest.raises(HsxError) as told:
-        verify.run(spec, Namespace(deep=True, shard=None))
+        verify.run(spec, Namespace(deep=True, shard=None, window_ended=False))
     assert words in str(told.value)
     asked = len(server.rids)
     assert extract.run(spec, Namespace(shard=0, stop_after=0.0)).extracted == redone
     assert len(server.rids) == asked + redone, "more than the damaged samples was redone"
-    report = verify.run(spec, Namespace(deep=True, shard=None))
+    report = verify.run(spec, Namespace(deep=True, shard=None, window_ended=False))
     assert (report.ok, report.samples) == (True, 8)
     assert {p.name: p.read_bytes() for p in (dataset / "v1").iterdir()} == before
     assert sorted(p.name for p in ShardFiles(dataset, 0).folder.iterdir()) == [
@@ -167,7 +167,7 @@ def test_other_settings_are_another_data_set(whole: tuple[c.RunSpec, StandIn], f
     with h.refuses(Refused, field):
         extract.run(other, Namespace(shard=0, stop_after=0.0))
     with h.refuses(Refused, field):
-        verify.run(other, Namespace(deep=False, shard=None))
+        verify.run(other, Namespace(deep=False, shard=None, window_ended=False))
 
 
 @pytest.mark.parametrize(

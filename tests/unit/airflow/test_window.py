@@ -1,0 +1,167 @@
+"""Until when a run may extract, and what the steps do that come too late."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+from types import SimpleNamespace
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import pytest
+from airflow.sdk import DAG, BaseOperator
+
+from hsx_host import contract as c
+from hsx_operators import window
+from hsx_operators.errors import ConfigError, HostHeld, HostTryAgain
+from hsx_operators.extraction import ExtractShardOperator, TrainingHandoffOperator, VerifyDatasetOperator
+from hsx_operators.plan import SKIPPED_BECAUSE
+from hsx_operators.profile import Nightly
+from hsx_operators.servers import AcquireHostOperator, BenchmarkOperator
+
+BERLIN = ZoneInfo("Europe/Berlin")
+NIGHTLY = Nightly(schedule="0 1 * * *", timezone="Europe/Berlin", stop_after="05:00")
+
+
+def end(now: datetime, param: str = "", run_type: str = "scheduled", nightly: Nightly = NIGHTLY) -> datetime | None:
+    at = window.window_end(nightly, param, run_type, now.timestamp())
+    return datetime.fromtimestamp(at, BERLIN) if at else None
+
+
+def test_the_next_time_that_the_clock_shows_it() -> None:
+    assert end(datetime(2026, 7, 1, 1, 0, tzinfo=BERLIN)) == datetime(2026, 7, 1, 5, 0, tzinfo=BERLIN)
+    assert end(datetime(2026, 7, 1, 22, 0, tzinfo=BERLIN)) == datetime(2026, 7, 2, 5, 0, tzinfo=BERLIN)
+    assert end(datetime(2026, 7, 1, 5, 0, tzinfo=BERLIN)) == datetime(2026, 7, 2, 5, 0, tzinfo=BERLIN)
+    # the night in which the clock is set back has an hour more
+    spring, autumn = (datetime(2026, m, d, 1, 0, tzinfo=BERLIN) for m, d in ((3, 29), (10, 25)))
+    for night, hours in ((spring, 3), (autumn, 5)):
+        found = end(night)
+        assert found is not None
+        assert found.timestamp() - night.timestamp() == hours * 3600
+
+
+@pytest.mark.parametrize(
+    ("param", "run_type", "hour"),
+    [
+        ("", "scheduled", 5),
+        ("", "backfill", 5),
+        ("", "manual", None),
+        ("07:30", "manual", 7),
+        ("07:30", "scheduled", 7),
+    ],
+)
+def test_whose_window_it_is(param: str, run_type: str, hour: int | None) -> None:
+    found = end(datetime(2026, 7, 1, 1, 0, tzinfo=BERLIN), param, run_type)
+    assert (found.hour if found else None) == hour
+
+
+def test_no_window_and_a_bad_one() -> None:
+    assert window.window_end(Nightly(), "", "scheduled", 0.0) == 0.0
+    with pytest.raises(ConfigError, match="stop_after = '5 am'"):
+        window.window_end(Nightly(), "5 am", "manual", 0.0)
+
+
+class Ti:
+    """A running task instance, as far as these steps ask."""
+
+    dag_id, run_id, task_id, map_index, try_number = "d", "r", "t", -1, 1
+
+    def __init__(self, stop_after: float, pace: dict[str, float] | None = None) -> None:
+        run = {"stop_after": stop_after, "benchmark": True, "spec_path": "/s", "python": "/p"}
+        self.known: dict[str, Any] = {"run": run, "plan": {"pace": pace}}
+        self.pushed: dict[str, Any] = {}
+
+    def xcom_pull(self, task_ids: str, key: str) -> Any:
+        return self.known.get(key)
+
+    def xcom_push(self, key: str, value: Any) -> None:
+        self.pushed[key] = value
+
+
+def context(ti: Ti, task: Any = None, cleared: int = 0) -> Any:
+    return {"ti": ti, "task": task, "dag_run": SimpleNamespace(clear_number=cleared)}
+
+
+@pytest.fixture
+def skipped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    names: list[str] = []
+    take = lambda self, ti, tasks: names.extend(t.task_id for t in tasks)  # noqa: E731
+    for cls in (AcquireHostOperator, BenchmarkOperator):
+        monkeypatch.setattr(cls, "skip", take)
+        monkeypatch.setattr(cls, "run_verb", lambda self, context: "ran")
+    return names
+
+
+def line(first: Any) -> Any:
+    with DAG("d"):
+        step = first()
+        after, last = BaseOperator(task_id="after"), BaseOperator(task_id="end").as_teardown(setups=step)
+        step >> after >> last
+    return step
+
+
+STEPS = [lambda: AcquireHostOperator(task_id="acquire"), lambda: BenchmarkOperator(task_id="before", phase="before")]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_that_comes_too_late_skips_the_rest_and_leaves_production_alone(step: Any, skipped: list[str]) -> None:
+    ti = Ti(time.time() - 1)
+    task = line(step)
+    assert task.execute(context(ti, task)) is None
+    assert skipped == ["after"]
+    assert "production was not touched" in ti.pushed[SKIPPED_BECAUSE]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_host_is_not_borrowed_for_less_than_borrowing_it_takes(step: Any, skipped: list[str]) -> None:
+    task = line(step)
+    assert task.execute(context(Ti(time.time() + 60, pace={"overhead_s": 600.0}), task)) is None
+    assert skipped == ["after"]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_in_the_window_and_after_a_clear_the_step_runs(step: Any, skipped: list[str]) -> None:
+    task = line(step)
+    assert task.execute(context(Ti(time.time() + 600), task)) == "ran"
+    assert task.execute(context(Ti(0.0), task)) == "ran"
+    # a person who clears a task of last night's run in the morning wants it done
+    assert task.execute(context(Ti(time.time() - 1), task, cleared=1)) == "ran"
+    assert skipped == []
+
+
+def test_a_held_host_is_waited_for_and_nothing_else_so_long() -> None:
+    task: Any = BenchmarkOperator(task_id="before", phase="before")
+    doc = c.ErrorDoc("again", "held", "lease", "run-7")
+    assert task.allowed_retries(HostHeld("benchmark", doc), {}) is None
+    assert task.allowed_retries(HostTryAgain("benchmark", doc), {}) == 3
+
+
+def test_the_host_program_is_told() -> None:
+    late, early = time.time() - 1, time.time() + 600
+    extract: Any = ExtractShardOperator(task_id="extract", shard={"id": 3})
+    verify: Any = VerifyDatasetOperator(task_id="verify", shards=[{"id": 3}, {"id": 7}])
+    assert extract.verb(context(Ti(early))) == ["extract", "--shard", "3", "--stop-after", repr(early)]
+    assert extract.verb(context(Ti(0.0))) == ["extract", "--shard", "3"]
+    assert verify.verb(context(Ti(early))) == ["verify", "--shard", "3", "--shard", "7"]
+    assert verify.verb(context(Ti(late))) == ["verify", "--window-ended", "--shard", "3", "--shard", "7"]
+    assert verify.verb(context(Ti(late), cleared=1)) == ["verify", "--shard", "3", "--shard", "7"]
+
+
+def test_a_hand_off_that_the_window_kept_from_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    from airflow.sdk.exceptions import AirflowSkipException
+
+    def refuses(field: str) -> Any:
+        def run_verb(self: Any, context: Any) -> Any:
+            raise HostTryAgain("handoff", c.ErrorDoc("again", "4 samples are left for the next run", field))
+
+        return run_verb
+
+    task: Any = TrainingHandoffOperator(task_id="handoff")
+    ti = Ti(time.time() - 1)
+    monkeypatch.setattr(TrainingHandoffOperator, "run_verb", refuses("--window-ended"))
+    with pytest.raises(AirflowSkipException):
+        task.execute(context(ti))
+    assert ti.pushed[SKIPPED_BECAUSE] == "The window has ended: 4 samples are left for the next run."
+    monkeypatch.setattr(TrainingHandoffOperator, "run_verb", refuses("lock"))
+    with pytest.raises(HostTryAgain):
+        task.execute(context(ti))

@@ -14,13 +14,20 @@ rooms = export PYTHONPATH="$(CURDIR)/plugins:$(CURDIR)/include"
 # What mypy reads: one call a package root, test folders by themselves (their conftests share a name).
 checked = include plugins dags
 
-.PHONY: help demo up down envs test test-host test-airflow lint format bench clean clean-cache
+.PHONY: help demo demo-training circle up down envs test test-host test-airflow lint format bench clean clean-cache
 
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
 
 demo:            ## the whole DAG on this machine, on real parts, from nothing to a summary
 	@$(use_airflow); $(use_host); $(rooms); exec "$$AF" -m hsx_demo.demo demo
+
+demo-training:   ## the demo, then the training DAG by the hand-off: a few steps with speculators, and the acceptance
+	@$(use_airflow); $(use_host); $(rooms); exec "$$AF" -m hsx_demo.demo training
+
+circle:          ## samples, extraction, training, serving with the drafter, controls: a random model on this CPU
+	@$(use_host); T="$$("$$HSX_HOST_PYTHON" -c "import sys; sys.path.insert(0, 'tests/system'); import speculators_env; print(speculators_env.python())")"; \
+	  PYTHON="$$HSX_HOST_PYTHON" TRAINER_PYTHON="$$T" exec bench/circle.sh tiny
 
 up:              ## the same without a run: Airflow's UI and the server stay up; prints address and login
 	@$(use_airflow); $(use_host); $(rooms); exec "$$AF" -m hsx_demo.demo up

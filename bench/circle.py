@@ -61,6 +61,7 @@ def arguments() -> argparse.ArgumentParser:
     p.add_argument("--model", type=Path, required=True, help="a chat model's folder")
     p.add_argument("--work", type=Path, required=True, help="all output lies here")
     p.add_argument("--trainer-python", required=True, help="the Python that has speculators")
+    p.add_argument("--trainer-path", default="", help="PYTHONPATH of the training, where nothing is installed")
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     p.add_argument("--prompts", choices=["chat", "ids"], default="chat", help="ids: random, for a model without words")
     p.add_argument("--samples", type=int, default=2000)
@@ -109,7 +110,8 @@ class Circle:
         args, cpu = self.args, self.args.device == "cpu"
         base = ["--model-path", str(args.model), "--random-seed", "0", "--context-length", "2048"]
         flags = CPU_FLAGS if cpu else ["--mem-fraction-static", "0.3"]
-        env = {"HF_HUB_OFFLINE": "1", **(CPU_ENV if cpu else {})}
+        installed = {"PYTHONPATH": os.environ["PYTHONPATH"]} if os.environ.get("PYTHONPATH") else {}
+        env = {"HF_HUB_OFFLINE": "1", **(CPU_ENV if cpu else installed)}
 
         def server(port: int, *more: str) -> c.ServerSettings:
             address = ["--host", "127.0.0.1", "--port", str(port)]
@@ -144,7 +146,11 @@ class Circle:
                 format="speculators_v1",
                 root=str(self.work / "drafters"),
                 python=args.trainer_python,
-                env={"HF_HUB_OFFLINE": "1", **({k: v for k, v in CPU_ENV.items() if k != "PYTHONPATH"} if cpu else {})},
+                env={
+                    "HF_HUB_OFFLINE": "1",
+                    **({k: v for k, v in CPU_ENV.items() if k != "PYTHONPATH"} if cpu else {}),
+                    **({"PYTHONPATH": args.trainer_path} if args.trainer_path else {}),
+                },
                 acceptance=c.AcceptanceSettings(
                     server=server(args.port + 1), prompts=str(self.work / "held_out.jsonl"), samples=args.held_out,
                     output_tokens=64, concurrency=1, steps=args.steps,
@@ -159,7 +165,7 @@ class Circle:
         say(f"hsx_host {verb} {' '.join(args)}")
         done = subprocess.run(
             [sys.executable, "-m", "hsx_host", verb, "--spec", str(self.spec_file), *args],
-            env={**os.environ, "PYTHONPATH": str(ROOT / "include")}, stdout=subprocess.PIPE, text=True,
+            env=program(), stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.times[f"{verb} {' '.join(args)}".strip()] = round(time.monotonic() - began, 1)
         if done.returncode not in ok:
@@ -222,7 +228,7 @@ class Circle:
         file.write_text(c.encode(spec))
         done = subprocess.run(
             [sys.executable, "-m", "hsx_host", "verify", "--deep", "--spec", str(file)],
-            env={**os.environ, "PYTHONPATH": str(ROOT / "include")}, stdout=subprocess.PIPE, text=True,
+            env=program(), stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         return {"code": done.returncode, "answer": json.loads(done.stdout)}
 
@@ -303,6 +309,12 @@ def one_deeper(served: Path, out: Path) -> Path:
     config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [k + 1 for k in ids]
     (out / "config.json").write_text(json.dumps(config, indent=1))
     return out
+
+
+def program() -> dict[str, str]:
+    """The environment of a verb: hsx's own rooms before what is there."""
+    path = [str(ROOT / "include"), *filter(None, [os.environ.get("PYTHONPATH", "")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def say(text: str) -> None:

@@ -70,9 +70,11 @@ class _Deeper:
         import transformers
 
         self._layers = spec.capture.layers
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(spec.model.path, dtype=torch.float32).eval()
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        model = transformers.AutoModelForCausalLM.from_pretrained(spec.model.path, dtype=torch.float32)
+        self._model = model.eval().to(self._device)
 
     @torch.no_grad()
     def planes(self, ids: Any) -> list[Any]:
-        states = self._model.model(ids.unsqueeze(0), output_hidden_states=True).hidden_states
-        return [states[k + 1][0].to(torch.bfloat16) for k in self._layers]
+        states = self._model.model(ids.unsqueeze(0).to(self._device), output_hidden_states=True).hidden_states
+        return [states[k + 1][0].to(torch.bfloat16).cpu() for k in self._layers]

@@ -113,6 +113,16 @@ class AirflowClient:
             body["dag_run_id"] = run_id
         return str(self.post(f"dags/{dag_id}/dagRuns", body)["dag_run_id"])
 
+    def wait_for_run(self, dag_id: str, timeout_s: float = 300.0) -> str:
+        """The newest run of a DAG that something else starts; DemoError where none comes in time."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            runs = self.get(f"dags/{quote(dag_id)}/dagRuns", order_by="-run_after", limit=1)["dag_runs"]
+            if runs:
+                return str(runs[0]["dag_run_id"])
+            time.sleep(1.0)
+        raise DemoError(f"no run of {dag_id} was started within {timeout_s:.0f} s")
+
     def run_state(self, dag_id: str, run_id: str) -> str:
         """queued, running, success or failed."""
         return str(self.get(_run(dag_id, run_id))["state"])

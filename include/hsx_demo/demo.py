@@ -1,4 +1,4 @@
-"""``make demo``, ``make up`` and ``make down``: the whole DAG on one machine, on real parts.
+"""``make demo``, ``make demo-training``, ``make up`` and ``make down``: the whole DAG on one machine, on real parts.
 
 Runs under the Airflow environment's Python; ``HSX_HOST_PYTHON`` names the one that has SGLang. Everything lies in
 ``build/demo`` of the checkout, but for what is kept between runs (model, data set) in ``${HSX_CACHE:-~/.cache/hsx}``.
@@ -29,7 +29,7 @@ from hsx_demo.components import REPO, USER
 from hsx_demo.dataset import dataset_file
 from hsx_demo.environments import cache_root
 from hsx_demo.errors import DemoError
-from hsx_demo.stack import DAG_ID, Stack, stop_saved
+from hsx_demo.stack import DAG_ID, TRAINING_DAG_ID, Stack, stop_saved
 
 WORK = REPO / "build" / "demo"
 RUN_TIMEOUT_S = 1800.0
@@ -62,6 +62,46 @@ def demo() -> int:
             with _uninterrupted():
                 watch.say("stopping what was started")
                 stack.stop()
+
+
+def training() -> int:
+    """The demo, and behind it the training DAG, which the hand-off's Asset starts; 0 where both are green."""
+    conf = {"benchmark": "off", **read_conf()}
+    watch = Stopwatch()
+    with _only_one():
+        _clear_work()
+        stack = new_stack(watch)
+        watch.say("looking for the trainer's environment (made the first time)")
+        stack.trainer = trainer_python(stack.python_host)
+        try:
+            stand_up(stack, watch)
+            assert stack.airflow is not None
+            client = stack.airflow.client()
+            client.unpause(TRAINING_DAG_ID)
+            if code := run(stack, conf, watch):
+                return code
+            run_id = client.wait_for_run(TRAINING_DAG_ID)
+            watch.say(f"the hand-off has started {TRAINING_DAG_ID}, run {run_id}")
+            state = follow(client, TRAINING_DAG_ID, run_id, watch)
+            print()
+            print("\n".join(summary.training_lines(client, run_id, state)))
+            if state != "success":
+                print_failures(client, run_id, TRAINING_DAG_ID)
+            return 0 if state == "success" else 1
+        finally:
+            with _uninterrupted():
+                watch.say("stopping what was started")
+                stack.stop()
+
+
+def trainer_python(python_host: str) -> str:
+    """The Python that has speculators: a layer over the host's, made where it is missing, as the tests have it."""
+    where = str(REPO / "tests" / "system")
+    code = f"import sys; sys.path.insert(0, {where!r}); import speculators_env as e; print(e.python())"
+    done = subprocess.run([python_host, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise DemoError(f"the trainer's environment could not be made:\n{done.stderr.strip()[-3000:]}")
+    return done.stdout.strip().splitlines()[-1]
 
 
 def up() -> int:
@@ -171,7 +211,16 @@ def run(stack: Stack, conf: dict[str, Any], watch: Stopwatch) -> int:
     client = stack.airflow.client()
     run_id = client.trigger(DAG_ID, conf)
     watch.say(f"triggered {DAG_ID}, run {run_id}" + (f", Params {json.dumps(conf)}" if conf else ""))
+    state = follow(client, DAG_ID, run_id, watch)
+    print()
+    print(summary.text(client, run_id, state))
+    if state != "success":
+        print_failures(client, run_id)
+    return 0 if state == "success" else 1
 
+
+def follow(client: AirflowClient, dag_id: str, run_id: str, watch: Stopwatch) -> str:
+    """Tell every turn of a run's tasks until the run has ended; how it ended."""
     told: set[tuple[str, str, int]] = set()
 
     def turned(task: Task) -> None:
@@ -183,21 +232,16 @@ def run(stack: Stack, conf: dict[str, Any], watch: Stopwatch) -> int:
         took = f" after {task.seconds:.1f} s" if task.state in ("success", "failed") else ""
         watch.say(f"  {task.name}: {task.state}{took}")
 
-    state = client.watch(DAG_ID, run_id, turned=turned, timeout_s=RUN_TIMEOUT_S)
-    print()
-    print(summary.text(client, run_id, state))
-    if state != "success":
-        print_failures(client, run_id)
-    return 0 if state == "success" else 1
+    return client.watch(dag_id, run_id, turned=turned, timeout_s=RUN_TIMEOUT_S)
 
 
-def print_failures(client: AirflowClient, run_id: str) -> None:
+def print_failures(client: AirflowClient, run_id: str, dag_id: str = DAG_ID) -> None:
     """The end of each failed task's log."""
-    for task in client.tasks(DAG_ID, run_id):
+    for task in client.tasks(dag_id, run_id):
         if task.state == "failed":
             print(f"\n--- {task.name} failed; the end of its log:")
             with contextlib.suppress(DemoError):
-                print("\n".join(list(client.log_lines(DAG_ID, run_id, task))[-30:]))
+                print("\n".join(list(client.log_lines(dag_id, run_id, task))[-30:]))
 
 
 def call_host(python_host: str, module: str, *arguments: str) -> str:
@@ -265,11 +309,11 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
 def main() -> int:
     """Run one of the three; an error is one clear message."""
     parser = argparse.ArgumentParser(prog="python -m hsx_demo.demo", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("what", choices=("demo", "up", "down"))
+    parser.add_argument("what", choices=("demo", "training", "up", "down"))
     what = parser.parse_args().what
     signal.signal(signal.SIGTERM, _on_sigterm)
     try:
-        return {"demo": demo, "up": up, "down": down}[what]()
+        return {"demo": demo, "training": training, "up": up, "down": down}[what]()
     except DemoError as e:
         print(f"hsx demo: {e}", file=sys.stderr)
     except KeyboardInterrupt:

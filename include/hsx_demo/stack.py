@@ -33,6 +33,7 @@ from hsx_host import servers
 from hsx_host.contract import RunSpec, decode
 
 DAG_ID = "hsx_extraction"
+TRAINING_DAG_ID = "hsx_training"
 CONN_ID = "hsx_demo_host"
 TOKEN = "DEMO_STACK"  # not HSX_...: hsx keeps its own variables away from production
 
@@ -47,6 +48,7 @@ class Stack:
     :param dataset: pre-tokenised file; may be set later, before Airflow is started.
     :param output: where data sets are written; default ``<work>/output``.
     :param profile: a profile that reads the HSX_DEMO_* variables.
+    :param trainer: the Python that has the profile's trainer; only `make demo-training` needs one.
     :param extra_env: more environment for Airflow and for building the spec (such as HSX_PROFILES).
     """
 
@@ -57,7 +59,9 @@ class Stack:
     output: Path | None = None
     profile: str = "demo"
     extra_env: Mapping[str, str] = field(default_factory=dict)
+    trainer: str = ""
     port: int = 0
+    acceptance_port: int = 0
     token: str = ""
     ssh: SshServer | None = None
     production: Child | None = None
@@ -68,6 +72,7 @@ class Stack:
         self.work.mkdir(parents=True, exist_ok=True)
         self.output = (self.output or self.work / "output").resolve()
         self.port = self.port or free_port()
+        self.acceptance_port = self.acceptance_port or free_port()
         self.token = self.token or uuid.uuid4().hex
 
     @property
@@ -86,6 +91,8 @@ class Stack:
             "HSX_DEMO_OUTPUT": str(self.output),
             "HSX_DEMO_MODEL": str(self.model),
             "HSX_DEMO_PORT": str(self.port),
+            "HSX_DEMO_ACCEPTANCE_PORT": str(self.acceptance_port),
+            **({"HSX_DEMO_TRAINER_PYTHON": self.trainer} if self.trainer else {}),
             "HSX_DEMO_PLATFORM": str(REPO / "include" / "patches" / "hsx_cpu"),
             "HSX_DEMO_DATASET": str(self.dataset or self.work / "no-dataset-yet.jsonl"),
         }

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from hsx_demo.client import AirflowClient, Task
-from hsx_demo.stack import DAG_ID
+from hsx_demo.stack import DAG_ID, TRAINING_DAG_ID
 from hsx_operators.answers import human_bytes
 
 
@@ -103,6 +103,18 @@ def handoff_lines(handoff: Mapping[str, Any] | None) -> list[str]:
     lines += [f"  {name:<15} {where}" for name, where in handoff["formats"].items()]
     lines.append(f"  layers {handoff['layers']}, final {handoff['final']}")
     lines += [f"  {name}: {command}" for name, command in handoff["commands"].items()]
+    return lines
+
+
+def training_lines(client: AirflowClient, run_id: str, state: str) -> list[str]:
+    """A training run: its tasks, the drafter, and what the target accepts of it."""
+    lines = [f"run {run_id}: {state}", *stage_lines(client.tasks(TRAINING_DAG_ID, run_id))]
+    trained = client.xcom(TRAINING_DAG_ID, run_id, "train", map_index=0)
+    if trained:
+        lines.append(f"drafter     {trained['drafter']} after {trained['training']['seconds']:.0f} s")
+    told = client.xcom(TRAINING_DAG_ID, run_id, "acceptance", map_index=0)
+    if told and told["acceptance"]:
+        lines.append(f"acceptance  {told['acceptance']['text']}")
     return lines
 
 

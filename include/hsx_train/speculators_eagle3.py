@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         scheduler_warmup_ratio=args.warmup_ratio,
         hidden_states_dtype=DTYPE,
         log_freq=1,
-        max_steps=None,
+        max_steps=args.max_steps or None,
     )
     Told(model, config, *loaders).run_training()
     return 0 if (save / str(args.epochs - 1) / "model.safetensors").exists() else 1
@@ -87,6 +87,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     p.add_argument("--total-seq-len", type=int, default=8192, help="tokens of a packed batch")
     p.add_argument("--epochs", type=int, default=10)
+    p.add_argument("--max-steps", type=int, default=0, help="at most this many steps in all; 0: no limit")
     p.add_argument("--lr", type=float, default=1e-4)
     p.add_argument("--warmup-ratio", type=float, default=0.02)
     p.add_argument("--ttt-steps", type=int, default=3)
@@ -186,6 +187,7 @@ class Told(Trainer):  # type: ignore[misc]
     def train_epoch(self, epoch: int) -> None:
         """One epoch; each step of the optimizer is told, at most once a second."""
         optimizer, total = self.optimizers[0], self.config.num_epochs * len(self.train_loader)
+        total = min(total, self.config.max_steps or total)
         began, first = time.monotonic(), self.global_step
 
         def told(*_: Any) -> None:

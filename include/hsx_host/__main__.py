@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from hsx_host import guards, jobs, state, verbs
 from hsx_host.contract import ContractError, ErrorDoc, RunSpec, decode, encode
 from hsx_host.errors import AGAIN, BAD_INPUT, BUG, OK, BadInput, HsxError, TryAgain
+from hsx_host.progress import say
 
 HOME_VARIABLE = "HSX_HOME"
 BY_HAND = {"status", "restore", "recover", "release"}
@@ -65,7 +66,7 @@ def _answer(argv: list[str]) -> tuple[Any, int]:
     try:
         return _run(argv), OK
     except HsxError as e:
-        sys.stderr.write(f"{type(e).__name__}: {e}\n")
+        say(f"{type(e).__name__}: {e}\n")
         return e.doc, e.code
     except KeyboardInterrupt:
         return ErrorDoc(kind="again", message=f"{argv[0]} was stopped by a signal", fix="start it again"), AGAIN
@@ -73,7 +74,7 @@ def _answer(argv: list[str]) -> tuple[Any, int]:
         if (error := _of_the_host(e)) is None:
             traceback.print_exc()
             return ErrorDoc(kind="bug", message=f"{type(e).__name__}: {e}"), BUG
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        say(f"{type(error).__name__}: {error}\n")
         return error.doc, error.code
     except Exception as e:
         traceback.print_exc()

@@ -16,7 +16,7 @@ import tempfile
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from hsx_host import adopt, bench_loads, health, lease, servers, state
+from hsx_host import bench_loads, envfile, health, inherited, lease, servers, state
 from hsx_host.contract import BenchmarkLoad, BenchmarkResult, LoadFigures, RunSpec
 from hsx_host.errors import BadInput, TryAgain
 from hsx_host.progress import log
@@ -64,7 +64,9 @@ def _refuse_borrowed(spec: RunSpec) -> None:
 
 def measure(spec: RunSpec) -> dict[str, LoadFigures]:
     """Every load, one after the other, in one process of bench_serving's."""
-    env = servers.environment(adopt.base(spec).env, spec.production) | {"HF_HUB_OFFLINE": "1"}
+    env = servers.environment(
+        inherited.for_own_launches(spec).env, spec.production, envfile.variables(spec.production)
+    ) | {"HF_HUB_OFFLINE": "1"}
     loads = spec.benchmark.loads
     with tempfile.TemporaryDirectory(dir=state.run_dir(spec)) as scratch:
         outputs = {name: Path(scratch) / f"{i}.jsonl" for i, name in enumerate(loads)}

@@ -28,7 +28,10 @@ class HostSettings:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """One way to launch SGLang. ``args`` follow ``python -m sglang.launch_server``; host and port are in them too."""
+    """One way to launch SGLang. ``args`` follow ``python -m sglang.launch_server``; host and port are in them too.
+
+    ``env_file``: a file on the host (mode 0600) with more variables, such as tokens; its content stays there.
+    """
 
     args: list[str]
     env: dict[str, str]
@@ -36,7 +39,23 @@ class ServerSettings:
     port: int
     start_timeout_s: float = 1800.0
     stop_grace_s: float = 60.0
-    soak_requests: int = 8
+    soak_requests: int = 128
+    env_file: str = ""
+
+
+@dataclass(frozen=True)
+class ServiceSettings:
+    """How production is started and stopped where that isn't hsx itself (``manager`` systemd or command).
+
+    ``systemctl`` is the command before the verb (``["sudo", "-n", "systemctl"]``, ``["systemctl", "--user"]``);
+    ``pid_command`` prints the main process's pid, where the listener on the port can't be seen by this login.
+    """
+
+    unit: str = ""
+    systemctl: list[str] = field(default_factory=lambda: ["systemctl"])
+    start_command: list[str] = field(default_factory=list)
+    stop_command: list[str] = field(default_factory=list)
+    pid_command: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -171,6 +190,7 @@ class RunSpec:
     benchmark: BenchmarkSettings
     cleanup: CleanupSettings
     lease_ttl_s: float = 900.0
+    service: ServiceSettings = field(default_factory=ServiceSettings)
     top_up: TopUpSettings | None = None
     training: TrainingSettings | None = None
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from hsx_host.errors import TryAgain
 
 _TIMEOUT_S = 60
+# nvidia-smi's manual, "Return Value": no such object (no device), the driver is not loaded, its library is not found.
+_NO_DRIVER = (6, 9, 12)
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ def _query(what: str) -> list[str]:
         raise TryAgain(
             f"nvidia-smi does not answer within {_TIMEOUT_S} s", field="devices", fix="look after the driver"
         ) from None
-    if answer.returncode != 0:  # installed without a driver that works: no process can hold device memory
+    if answer.returncode in _NO_DRIVER:  # installed where no driver is: no process can hold device memory
         return []
+    if answer.returncode != 0:
+        said = " ".join((answer.stdout + answer.stderr).split())[:200]
+        raise TryAgain(
+            f"nvidia-smi ends with {answer.returncode}: {said}", field="devices", fix="look after the driver"
+        )
     return [line.strip() for line in answer.stdout.splitlines() if line.strip()]

@@ -3,7 +3,7 @@
   other again where it is gone. When the lease lapses (nobody renewed it: Airflow died, the network went, the run was
   killed, the host was booted), it gives the host back as the teardown does: production up, plugin reverted, lease
   released; it tries until that has succeeded. It ends when the lease is released or another run has it.
-Result: ServerFacts of production, or of what stands where there was nothing to do.
+Result: RestoreReport: restored, or nothing.
 Example
   python -m hsx_host guard --spec S --since 1790000000.5
 """
@@ -13,8 +13,8 @@ from __future__ import annotations
 import time
 from argparse import ArgumentParser, Namespace
 
-from hsx_host import borrow, guards, lease, serve, state
-from hsx_host.contract import Lease, RunSpec, ServerFacts
+from hsx_host import borrow, guards, lease, restore, serve, state
+from hsx_host.contract import Lease, RestoreReport, RunSpec
 from hsx_host.progress import log
 
 HELP = "watch the lease and give the host back when it lapses (started by acquire)"
@@ -25,7 +25,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--since", type=float, required=True, help="which grant of the lease: its `since`")
 
 
-def run(spec: RunSpec, args: Namespace) -> ServerFacts:
+def run(spec: RunSpec, args: Namespace) -> RestoreReport:
     mine = Lease(run_id=spec.run_id, since=args.since, expires=0.0)
     every = min(2.0, max(spec.lease_ttl_s / 10, 0.1))
     settled = False
@@ -40,16 +40,22 @@ def run(spec: RunSpec, args: Namespace) -> ServerFacts:
                 if now is not None and not lease.lapsed(now):
                     time.sleep(every)
                     continue
-                return borrow.give_back(spec, mine)
+                return _back(spec, mine)
             if now is None and serve.mode_now(spec) == "extraction":
                 state.journal(spec, "guard: the lease is gone, the extraction server is not")
-                return borrow.give_back(spec, mine)
+                return _back(spec, mine)
             log("the lease is given up: nothing to guard")
-            return serve.recorded_facts(spec)
+            return restore.report("nothing", "the lease is given up", serve.recorded_facts(spec))
         except Exception as e:  # whatever it is (a full disk, say), nobody else would bring production back
             log(f"production is not back yet: {type(e).__name__}: {e}")
             state.journal(spec, "guard: production is not back yet", why=str(e)[:500])
             time.sleep(min(_RETRY_S, every * 10))
+
+
+def _back(spec: RunSpec, grant: Lease) -> RestoreReport:
+    report = restore.proved(spec, borrow.give_back(spec, grant))
+    state.journal(spec, "guard: the host is given back", server_pid=report.pid, problems=report.problems)
+    return report
 
 
 def _watch_twin(spec: RunSpec) -> None:

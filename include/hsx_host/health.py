@@ -27,7 +27,7 @@ def problem(settings: ServerSettings, timeout_s: float = REQUEST_TIMEOUT_S, *, w
     try:
         if was_ready:
             return _generate(settings, [5, 6, 7, 8], timeout_s)
-        with _session() as session:
+        with _session(settings) as session:
             answer = session.get(f"{servers.url(settings)}/health", timeout=timeout_s)
         if answer.status_code != 200:
             return f"/health answers {answer.status_code}"
@@ -95,7 +95,8 @@ def soak(settings: ServerSettings, what: str) -> None:
         except requests.RequestException as e:
             return f"{type(e).__name__}: {e}"
 
-    with ThreadPoolExecutor(max_workers=min(8, total)) as pool:
+    pool = ThreadPoolExecutor(max_workers=min(8, total))
+    try:
         for done, why in enumerate(pool.map(one, range(total)), start=1):
             if why:
                 raise TryAgain(
@@ -105,12 +106,16 @@ def soak(settings: ServerSettings, what: str) -> None:
                     fix="read the server's log",
                 )
             progress.update(done)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # the rest of a soak that failed is not waited for
 
 
-def _session() -> requests.Session:
-    """Straight to the server: a proxy in the environment is for elsewhere."""
+def _session(settings: ServerSettings) -> requests.Session:
+    """Straight to the server: a proxy in the environment is for elsewhere. With the server's key, where it has one."""
     session = requests.Session()
     session.trust_env = False
+    if key := servers.api_key(settings):
+        session.headers["Authorization"] = f"Bearer {key}"
     return session
 
 
@@ -129,7 +134,7 @@ def log_tail(path: str, lines: int = 30) -> str:
 def _generate(settings: ServerSettings, ids: list[int], timeout_s: float) -> str:
     """Ask for one token after ``ids`` (small ids: every vocabulary has them); empty where it came, else why not."""
     body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
-    with _session() as session:
+    with _session(settings) as session:
         answer = session.post(f"{servers.url(settings)}/generate", json=body, timeout=timeout_s)
     if answer.status_code != 200:
         return f"/generate answers {answer.status_code}: {answer.text[:200]}"

@@ -19,7 +19,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from hsx_host import adopt, devices, disk, health, launch, lease, model_facts, procid, serve, state
+from hsx_host import adopt, devices, disk, health, inherited, launch, lease, model_facts, procid, serve, state
 from hsx_host.contract import PreflightResult, RunSpec
 from hsx_host.errors import BadInput, HsxError, Refused, TryAgain
 from hsx_host.procid import ProcId
@@ -99,7 +99,7 @@ def check_python(path: str) -> None:
     """BadInput unless ``path`` is the Python that runs hsx: what is checked here must hold for the servers."""
     if not os.access(path, os.X_OK):
         raise BadInput("no such Python", field="host.python", value=path, fix="name the Python that has SGLang")
-    if adopt.interpreter(path) != adopt.interpreter(sys.executable):
+    if inherited.interpreter(path) != inherited.interpreter(sys.executable):
         raise BadInput(
             f"hsx runs under another Python: {sys.executable}",
             field="host.python",

@@ -1,11 +1,14 @@
 """A server's processes: who listens on a port, what belongs to a server, and stopping exactly that.
 
 A process belongs to a server when it is its main process, a descendant, a member of the process group or session that
-the main process leads, or was one of these when hsx last looked (a reparented scheduler). Names decide nothing.
+the main process leads, or was one of these when hsx last looked (a reparented scheduler). Of a systemd unit's server,
+the members of the unit's control group belong to it, and of an extraction server, whoever runs under its capture spec.
+Names decide nothing, and numbers only where they can't have passed to another process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -15,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from hsx_host import devices, procid
+from hsx_host import devices, procid, servers
 from hsx_host.errors import TryAgain
 from hsx_host.procid import ProcId
 from hsx_host.progress import log
@@ -28,13 +31,19 @@ _DYING_S = 0.5
 
 @dataclass
 class Owned:
-    """The processes of one server. ``shm`` maps the /dev/shm files that only they hold to their inodes."""
+    """The processes of one server. ``shm`` maps the /dev/shm files that only they hold to their inodes.
+
+    :param cgroup: the control group of the unit that runs it, as /proc/PID/cgroup spells it; "" where none does.
+    :param variable: ``NAME=VALUE`` of the environment, which only this launch has; "" where there is no such mark.
+    """
 
     main: ProcId
     pgid: int
     sid: int
     members: set[ProcId] = field(default_factory=set)
     shm: dict[str, int] = field(default_factory=dict)
+    cgroup: str = ""
+    variable: str = ""
 
     def refresh(self) -> None:
         """Add what belongs to the server now; what was known before stays known."""
@@ -42,7 +51,8 @@ class Owned:
         living = {p for p in found if procid.alive(p)}
         for proc in living:
             found |= _descendants(proc)
-        found |= self._group_and_session()
+        found |= self._group_and_session(living)
+        found |= self._cgroup() | self._marked()
         mine = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
         self.members = {p for p in found if p.pid not in mine}
         self.shm.update(_shm_held_only_by(self.living()))
@@ -50,18 +60,42 @@ class Owned:
     def living(self) -> set[ProcId]:
         return {p for p in self.members | {self.main} if procid.alive(p)}
 
-    def _group_and_session(self) -> set[ProcId]:
-        """Members of the group and the session that the main process leads (or led: ids outlive their leader)."""
+    def _group_and_session(self, known: set[ProcId]) -> set[ProcId]:
+        """Members of the group and the session that the main process leads, or led.
+
+        The ids outlive their leader, and the kernel gives them to nobody else while one member lives: once the leader
+        is dead, they count only where a known process of the server is still in them.
+        """
         leads_group, leads_session = self.pgid == self.main.pid, self.sid == self.main.pid
-        now = procid.start_ticks(self.main.pid)
-        if not (leads_group or leads_session) or (now is not None and now != self.main.start):
-            return set()  # the pid went to another process: its group is another group
-        found = set()
-        for pid, start, pgid, sid in _all_processes():
-            same = (leads_group and pgid == self.pgid) or (leads_session and sid == self.sid)
-            if same and start >= self.main.start:
-                found.add(ProcId(pid, start))
-        return found
+        if not (leads_group or leads_session):
+            return set()
+        everybody = list(_all_processes())
+        if not procid.alive(self.main):
+            ids = {(pgid, sid) for pid, start, pgid, sid in everybody if ProcId(pid, start) in known}
+            leads_group = leads_group and any(pgid == self.pgid for pgid, _ in ids)
+            leads_session = leads_session and any(sid == self.sid for _, sid in ids)
+        return {
+            ProcId(pid, start)
+            for pid, start, pgid, sid in everybody
+            if ((leads_group and pgid == self.pgid) or (leads_session and sid == self.sid)) and start >= self.main.start
+        }
+
+    def _cgroup(self) -> set[ProcId]:
+        """Members of the unit's control group, while the main process lives: later the group may be a new start's."""
+        if not self.cgroup or not procid.alive(self.main):
+            return set()
+        return {ProcId(pid, start) for pid, start, _, _ in _all_processes() if self.cgroup in cgroups(pid)}
+
+    def _marked(self) -> set[ProcId]:
+        """Processes that run with the launch's own variable, wherever they were reparented to."""
+        if not self.variable:
+            return set()
+        mark = self.variable.encode()
+        return {
+            ProcId(pid, start)
+            for pid, start, _, _ in _all_processes()
+            if start >= self.main.start and mark in _environ(pid)
+        }
 
 
 def owned(main: ProcId) -> Owned:
@@ -80,6 +114,13 @@ def listeners(port: int) -> list[int]:
     return sorted(found)
 
 
+def addresses(port: int) -> set[str]:
+    """The addresses on which somebody listens on a TCP port."""
+    return {
+        c.laddr.ip for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port
+    }
+
+
 def _listeners(port: int) -> set[int]:
     return {
         c.pid or 0 for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port
@@ -87,18 +128,32 @@ def _listeners(port: int) -> set[int]:
 
 
 def describe(pid: int) -> str:
-    """Pid, user and command of a process, for an error message."""
+    """Pid, user and command of a process, for an error message; what looks like a secret in it is left out."""
     if pid == 0:
         return "a process of another user"
     try:
         p = psutil.Process(pid)
-        return f"pid {pid}, user {p.username()}, command {' '.join(p.cmdline())[:300]!r}"
+        return f"pid {pid}, user {p.username()}, command {' '.join(servers.shown(p.cmdline()))[:300]!r}"
     except psutil.Error:
-        return f"pid {pid}"
+        return f"pid {pid} (not seen from here)"
 
 
-def stop(server: Owned, *, port: int, grace_s: float) -> None:
-    """End a server and prove it: no process left, port closed, no device memory held, no shared memory left.
+def cgroups(pid: int) -> set[str]:
+    """The control groups of a process, as systemd names them, with all groups above; the root is none."""
+    found = set()
+    try:
+        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+            _, controller, path = line.split(":", 2)
+            if controller in ("", "name=systemd"):
+                found |= {p for p in (path, *map(str, Path(path).parents)) if p != "/"}
+    except (OSError, ValueError):
+        pass  # gone meanwhile
+    return found
+
+
+def stop(server: Owned, *, port: int, grace_s: float) -> list[str]:
+    """End a server and prove it: no process left, port closed, no device memory held, no shared memory left. Gives who
+    else still holds device memory, in words: strangers are named and left alone.
 
     SIGTERM goes to the main process's own group (to the main process alone where it leads none), ``grace_s`` seconds
     later SIGKILL to what is left, each process by pid and start time. TryAgain where something can't be ended.
@@ -106,7 +161,8 @@ def stop(server: Owned, *, port: int, grace_s: float) -> None:
     server.refresh()
     if procid.alive(server.main):
         if server.pgid == server.main.pid:
-            os.killpg(server.pgid, signal.SIGTERM)
+            with contextlib.suppress(PermissionError):  # another user's: told below, where it does not end
+                os.killpg(server.pgid, signal.SIGTERM)
         else:
             procid.send(server.main, signal.SIGTERM)
         _wait(server, grace_s)
@@ -131,10 +187,11 @@ def stop(server: Owned, *, port: int, grace_s: float) -> None:
             "processes of the server can't be ended: " + "; ".join(describe(p.pid) for p in sorted(left, key=_pid)),
             field="server",
             value=server.main.pid,
-            fix="look what keeps them in the kernel (a hung device or file system)",
+            fix="look what keeps them: a hung device or file system, or another user's rights",
         )
-    _prove_gone(server, port)
+    held = _prove_gone(server, port)
     _remove_shm(server.shm)
+    return held
 
 
 def _wait(server: Owned, seconds: float) -> None:
@@ -150,25 +207,40 @@ def _wait(server: Owned, seconds: float) -> None:
             server.members |= _descendants(server.main)
 
 
-def _prove_gone(server: Owned, port: int) -> None:
-    """The port is no longer this server's, and the driver counts no memory for its processes."""
+def _prove_gone(server: Owned, port: int) -> list[str]:
+    """The port is no longer this server's, and the driver counts no memory for its processes; who else has some."""
     pids = {p.pid for p in server.members} | {server.main.pid}
     deadline = time.monotonic() + _DEVICE_WAIT_S
-    while time.monotonic() < deadline:
-        uses = devices.compute_apps()
+    while True:
+        uses = _device_uses()
         holding = [u for u in uses if u.pid in pids and not _reused(u.pid, server)]
         listening = [p for p in listeners(port) if p in pids and not _reused(p, server)]
         if not holding and not listening:
-            for use in uses:
-                log(f"device memory of somebody else, left alone: {use.mebibytes} MiB, {describe(use.pid)}")
-            return
+            return holders(uses)
+        if time.monotonic() >= deadline:
+            break
         time.sleep(1.0)
     raise TryAgain(
-        f"the server's processes ended, but port {port} or device memory is still held: {holding or listening}",
+        f"the server's processes ended, but port {port} or device memory is still held: "
+        f"{'; '.join(holders(holding)) or listening}",
         field="server",
         value=server.main.pid,
         fix="look at nvidia-smi; a driver that does not free memory needs a reset by hand",
     )
+
+
+def holders(uses: list[devices.DeviceUse]) -> list[str]:
+    """Who holds device memory, and how much, in words."""
+    return [f"{u.mebibytes} MiB: {describe(u.pid)}" for u in uses]
+
+
+def _device_uses() -> list[devices.DeviceUse]:
+    """The driver's list. One that does not answer proves nothing, and must not keep production from coming back."""
+    try:
+        return devices.compute_apps()
+    except TryAgain as e:
+        log(f"device memory can't be proved to be free: {e}")
+        return []
 
 
 def _reused(pid: int, server: Owned) -> bool:
@@ -204,6 +276,13 @@ def _all_processes() -> Iterable[tuple[int, int, int, int]]:
             yield pid, start, os.getpgid(pid), os.getsid(pid)
         except OSError:
             continue
+
+
+def _environ(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # gone meanwhile, or another user's
+        return []
 
 
 def _shm_held_only_by(procs: set[ProcId]) -> dict[str, int]:

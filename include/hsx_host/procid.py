@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,7 +63,10 @@ def session(leader: ProcId) -> list[ProcId]:
 
 
 def send(proc: ProcId, number: signal.Signals) -> bool:
-    """Signal exactly this process; False where it is gone. A pidfd closes the gap between the check and the signal."""
+    """Signal exactly this process; False where it is gone or another user's.
+
+    A pidfd closes the gap between the check and the signal.
+    """
     try:
         handle = os.pidfd_open(proc.pid)
     except ProcessLookupError:
@@ -72,7 +76,12 @@ def send(proc: ProcId, number: signal.Signals) -> bool:
             return False
         signal.pidfd_send_signal(handle, number)
         return True
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):
         return False
     finally:
         os.close(handle)
+
+
+def age_s(proc: ProcId) -> float:
+    """Seconds since a process started, by the clock of its start time: a change of the time of day does not count."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - proc.start / os.sysconf("SC_CLK_TCK")

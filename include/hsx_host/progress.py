@@ -11,9 +11,14 @@ INTERVAL_S = 1.0
 
 
 def log(text: str) -> None:
-    """One plain line for a person, with the UTC time of day. A log file on a full disk loses it, and nothing else."""
+    """One plain line for a person, with the UTC time of day."""
+    say(f"{time.strftime('%H:%M:%S', time.gmtime())} {text}\n")
+
+
+def say(text: str) -> None:
+    """Write to stderr. A log file on a full disk loses the text, and nothing else is lost by that."""
     with contextlib.suppress(OSError):
-        sys.stderr.write(f"{time.strftime('%H:%M:%S', time.gmtime())} {text}\n")
+        sys.stderr.write(text)
         sys.stderr.flush()
 
 
@@ -58,5 +63,4 @@ class Progress:
             "eta": eta,
             "at": round(time.time(), 1),
         }
-        sys.stderr.write(json.dumps(line) + "\n")
-        sys.stderr.flush()
+        say(json.dumps(line) + "\n")

@@ -18,7 +18,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
-from hsx_host import adopt, borrow, guards, lease, leftovers, patch, procid, serve, state
+from hsx_host import adopt, borrow, guards, inherited, launch, lease, leftovers, patch, procid, serve, state
 from hsx_host.contract import Lease, RestoreReport, RunSpec, ServerFacts
 from hsx_host.errors import BadInput, HsxError
 from hsx_host.procid import ProcId
@@ -32,7 +32,7 @@ _DOCUMENTS: dict[str, type[Any]] = {
     "guard.json": guards.GuardRecord,
     "server.json": state.ServerState,
     "borrowers.json": borrow.Borrowers,
-    "launch_base.json": adopt.LaunchBase,
+    "launch_base.json": inherited.LaunchBase,
 }
 
 
@@ -59,9 +59,12 @@ def by_hand(spec: RunSpec, *, everybody: bool) -> RestoreReport:
     """Production back from any state. Documents of hsx that can't be read are set aside, never trusted."""
     _set_broken_aside(spec)
     held = lease.read(spec)
-    lease.hold(spec, held.run_id if held else spec.run_id, everybody=everybody)
-    lease.expire(spec, by_hand=True)
-    guards.watch(spec)  # they finish this, should it be cut off
+    try:
+        lease.hold(spec, held.run_id if held else spec.run_id, everybody=everybody)
+        lease.expire(spec, by_hand=True)
+        guards.watch(spec)  # they finish this, should it be cut off
+    except (OSError, HsxError) as e:
+        log(f"the lease can't be ended, production comes back all the same: {e}")
     _end_other_transition(spec)
     facts = serve.ensure(spec, "production", by_hand=True)
     with state.transition(spec, wait_s=spec.production.start_timeout_s):
@@ -89,6 +92,11 @@ def proved(spec: RunSpec, facts: ServerFacts) -> RestoreReport:
     """The report about production that is up, with the proof that SGLang's files are as installed."""
     problems: list[str] = []
     version, checked, pristine = "", 0, False
+    server = state.read_server(spec)
+    if server is None or server.pid != facts.pid:
+        problems.append("production runs without a record of hsx's (is the home's disk full or read-only?)")
+    elif adopted := adopt.launch_of(spec):
+        problems += inherited.differences(spec, adopted, sorted(launch.owned(server).living(), key=lambda p: p.pid))
     try:
         version, checked = patch.check_installed()
         pristine = True

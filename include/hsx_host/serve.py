@@ -12,19 +12,34 @@ Example
 
 from __future__ import annotations
 
+import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from hsx_host import adopt, capture_server, guards, health, launch, lease, patch, processes, procid, servers, state
+from hsx_host import (
+    adopt,
+    capture_server,
+    guards,
+    health,
+    launch,
+    lease,
+    managers,
+    patch,
+    processes,
+    procid,
+    servers,
+    state,
+)
 from hsx_host.contract import Lease, RunSpec, ServerFacts
-from hsx_host.errors import BadInput, Refused, TryAgain
+from hsx_host.errors import Refused, TryAgain
 from hsx_host.procid import ProcId
 from hsx_host.progress import log
 from hsx_host.state import ServerState
 
 HELP = "bring the host to a mode: production, extraction or stopped"
 MODES = ("production", "extraction", "stopped")
+_PAUSES_S = (2.0, 10.0)  # between the tries to start production
 _PATIENCE_S = 300.0  # how long a server that should be healthy may be too busy to say so
 
 
@@ -116,13 +131,7 @@ def recorded_facts(spec: RunSpec) -> ServerFacts:
 
 def check_settings(spec: RunSpec, mode: str) -> None:
     """BadInput or Refused for settings under which a mode can't be served; looks at nothing but the spec."""
-    if spec.manager != "process":
-        raise BadInput(
-            "this version starts production as a bare process only",
-            field="production.manager",
-            value=spec.manager,
-            fix="write manager: process",
-        )
+    managers.check(spec)
     servers.check_address(spec.production, "production")
     if mode == "extraction":
         servers.check_address(spec.extraction, "extraction")
@@ -158,7 +167,28 @@ def _change(spec: RunSpec, mode: str, server: ServerState | None) -> ServerFacts
     port = launch.settings_of(spec, mode).port
     if pids := processes.listeners(port):
         raise adopt.stranger(port, pids)
-    return facts(launch.start(spec, mode), changed=True)
+    if mode != "production":
+        return facts(launch.start(spec, mode), changed=True)
+    return facts(_production_again(spec), changed=True)
+
+
+def _production_again(spec: RunSpec) -> ServerState:
+    """Start production, and again where it does not come back at the first try. The caller's error is the last one."""
+    for attempt, pause_s in enumerate(_PAUSES_S, start=1):
+        try:
+            return launch.start(spec, "production")
+        except TryAgain as e:
+            why = e.doc.message.splitlines()[0]
+            log(f"production did not come back (try {attempt} of {len(_PAUSES_S) + 1}): {why}")
+            state.journal(spec, "production did not come back", attempt=attempt, why=why[:300])
+            time.sleep(pause_s)
+            if pids := processes.listeners(spec.production.port):
+                raise adopt.stranger(spec.production.port, pids) from None
+    try:
+        return launch.start(spec, "production")
+    except TryAgain as e:
+        state.journal(spec, "production did not come back", attempt=len(_PAUSES_S) + 1, why=e.doc.message[:300])
+        raise
 
 
 def _stopped(spec: RunSpec, server: ServerState | None) -> ServerFacts:

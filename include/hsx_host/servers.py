@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
 from hsx_host.contract import ServerSettings
 from hsx_host.errors import BadInput, Refused
@@ -30,6 +31,10 @@ _KEEP = {"PATH", "HOME", "LANG", "LC_ALL", "USER", "LOGNAME", "SHELL", "TMPDIR",
 _KEEP_PREFIXES = ("CUDA_", "NVIDIA_")
 
 
+# Flags whose values no log shows.
+_SECRET = re.compile(r"(api|secret|access|hf|auth)[-_]?key|token$|secret|password|passphrase", re.IGNORECASE)
+
+
 def command(python: str, settings: ServerSettings) -> list[str]:
     """The command line of a server."""
     return [python, "-m", MODULE, *settings.args]
@@ -41,10 +46,19 @@ def clean_base(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def environment(
-    base: Mapping[str, str], settings: ServerSettings, *, plugin_dir: str = "", capture_spec: str = ""
+    base: Mapping[str, str],
+    settings: ServerSettings,
+    variables: Mapping[str, str] | None = None,
+    *,
+    plugin_dir: str = "",
+    capture_spec: str = "",
 ) -> dict[str, str]:
-    """The whole environment of a server: the base, the profile's on top, and the capture plugin where one is named."""
-    env = {k: v for k, v in base.items() if not k.startswith("HSX_")} | settings.env
+    """The whole environment of a server: the base, the profile's on top, and the capture plugin where one is named.
+
+    :param variables: the profile's, those of its env_file included; without them, ``settings.env``.
+    """
+    own = settings.env if variables is None else variables
+    env = {k: v for k, v in base.items() if not k.startswith("HSX_")} | dict(own)
     if plugin_dir:
         env["PYTHONPATH"] = ":".join(p for p in (plugin_dir, env.get("PYTHONPATH", "")) if p)
         env[CAPTURE_VARIABLE] = capture_spec
@@ -129,6 +143,35 @@ def check_extraction(settings: ServerSettings) -> None:
         )
 
 
+def check_bound(port: int, addresses: Iterable[str]) -> None:
+    """Refused where an extraction server listens on more than loopback, whatever its arguments said."""
+    if wrong := sorted(a for a in addresses if not _loopback(a)):
+        raise Refused(
+            f"the extraction server on port {port} can be reached from outside: it listens on {', '.join(wrong)}",
+            field="extraction.host",
+            value=", ".join(wrong),
+            fix="set it to 127.0.0.1",
+        )
+
+
+def shown(args: Sequence[str]) -> list[str]:
+    """Arguments as they may stand in a log: the value of a flag that names a secret is left out."""
+    told: list[str] = []
+    hide = False
+    for arg in args:
+        name, equals, _ = arg.partition("=")
+        flag = arg.startswith("-") and not _number(arg)
+        secret = flag and bool(_SECRET.search(name))
+        told.append(f"{name}=***" if secret and equals else "***" if hide and not flag else arg)
+        hide = secret and not equals
+    return told
+
+
+def api_key(settings: ServerSettings) -> str:
+    """The key that the server asks its clients for; "" where it asks for none."""
+    return " ".join(flags(settings.args).get("--api-key", ()))
+
+
 def processes_of(settings: ServerSettings) -> int:
     """How many scheduler processes a launch starts, each of which loads the plugin."""
     given = flags(settings.args)
@@ -162,4 +205,6 @@ def _number(text: str) -> bool:
 
 
 def _shown(given: Mapping[str, tuple[str, ...]], name: str) -> str:
+    if given.get(name) and _SECRET.search(name):
+        return "another value"
     return repr(" ".join(given[name])) if given.get(name) else "it" if name in given else "nothing"

@@ -31,7 +31,8 @@ class ServerState:
 
     ``phase``: starting, running or stopped. ``tree`` holds [pid, start] of every process that was tied to the server
     when it was last looked at, so that processes reparented after a crash are still known as its own. ``shm`` maps
-    the /dev/shm files that only this server had open then to their inodes.
+    the /dev/shm files that only this server had open then to their inodes. ``cgroup``: the control group of the
+    systemd unit that runs it.
     """
 
     mode: str
@@ -50,6 +51,7 @@ class ServerState:
     ready_s: float
     tree: list[list[int]] = field(default_factory=list)
     shm: dict[str, int] = field(default_factory=dict)
+    cgroup: str = ""
 
 
 def home(spec: RunSpec) -> Path:

@@ -18,13 +18,15 @@ from hsx_host.errors import TryAgain
 from hsx_host.procid import ProcId
 
 STUBBORN = "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
-# Listens on argv[1] and starts a child that ignores SIGTERM; says the child's pid.
+# Listens on argv[1] and starts two children that ignore SIGTERM; says their pids.
 PARENT = f"""
 import socket, subprocess, sys, time
 s = socket.socket(); s.bind(("{HOST}", int(sys.argv[1]))); s.listen()
 child = subprocess.Popen([sys.executable, "-c", {STUBBORN!r}], stdout=subprocess.PIPE)
 child.stdout.readline()
-print(child.pid, flush=True)
+late = subprocess.Popen([sys.executable, "-c", {STUBBORN!r}], stdout=subprocess.PIPE)
+late.stdout.readline()
+print(child.pid, late.pid, flush=True)
 time.sleep(600)
 """
 
@@ -53,10 +55,17 @@ def ident(pid: int) -> ProcId:
 
 
 def parent(started: list[subprocess.Popen[str]], port: int, *, session: bool = True) -> tuple[ProcId, ProcId]:
+    main, child, late = family(started, port, session=session)
+    if not session:  # nothing would find it once its parent is gone
+        procid.send(late, signal.SIGKILL)
+    return main, child
+
+
+def family(started: list[subprocess.Popen[str]], port: int, *, session: bool = True) -> list[ProcId]:
     p = run(started, PARENT, str(port), session=session)
     assert p.stdout is not None
-    child = ident(int(p.stdout.readline()))
-    return ident(p.pid), child
+    children = [ident(int(pid)) for pid in p.stdout.readline().split()]
+    return [ident(p.pid), *children]
 
 
 def test_listener_and_stop_of_the_whole_group(started: list[subprocess.Popen[str]]) -> None:
@@ -83,17 +92,56 @@ def test_neighbours_in_a_foreign_group_are_not_touched(started: list[subprocess.
     assert procid.alive(neighbour)
 
 
-def test_orphans_of_a_killed_server_are_found_by_group_and_by_record(started: list[subprocess.Popen[str]]) -> None:
+def test_orphans_of_a_killed_server_are_found_by_record_and_by_group(started: list[subprocess.Popen[str]]) -> None:
     for session in (True, False):
         port = free_port()
-        main, child = parent(started, port, session=session)
+        main, child, late = family(started, port, session=session)
         tree = processes.owned(main)
         os.kill(main.pid, signal.SIGKILL)
         wait_for(lambda main=main: not procid.alive(main))
         assert procid.alive(child)
-        known = tree.members if not session else set()  # a group leader's orphans need no record
-        processes.stop(processes.Owned(main, tree.pgid, tree.sid, set(known)), port=port, grace_s=0.2)
+        known = {child} if session else {child, late}  # by the group, the other one is found without a record
+        processes.stop(processes.Owned(main, tree.pgid, tree.sid, known), port=port, grace_s=0.2)
         assert not procid.alive(child)
+        assert not procid.alive(late)
+
+
+def test_a_group_that_may_be_somebody_elses_by_now_is_not_touched(started: list[subprocess.Popen[str]]) -> None:
+    """The recorded main process is gone, and so is everything known of it: what bears its number as group and session
+    may be the group of a later process with that pid, which has ended too."""
+    port = free_port()
+    main, *children = family(started, port)
+    os.kill(main.pid, signal.SIGKILL)
+    wait_for(lambda: not procid.alive(main))
+    processes.stop(processes.Owned(main, main.pid, main.pid), port=port, grace_s=0.2)
+    assert all(procid.alive(child) for child in children)
+    for child in children:
+        procid.send(child, signal.SIGKILL)
+
+
+def test_what_runs_with_the_launchs_own_variable_belongs_to_it(started: list[subprocess.Popen[str]]) -> None:
+    """A process of an extraction server that left its group and lost its parent before anybody looked."""
+    code = (
+        "import os, subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
+        "start_new_session=True); print(p.pid, flush=True)"
+    )
+    found = []
+    for value in ("/spool/a/capture.json", "/spool/b/capture.json"):
+        p = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "HSX_CAPTURE_SPEC": value},
+        )
+        started.append(p)
+        assert p.stdout is not None
+        found.append(ident(int(p.stdout.readline())))
+        main = ProcId(p.pid, found[0].start - 1)
+        p.wait()
+    tree = processes.Owned(main, main.pid, main.pid, variable="HSX_CAPTURE_SPEC=/spool/a/capture.json")
+    processes.stop(tree, port=free_port(), grace_s=0.2)
+    assert [procid.alive(p) for p in found] == [False, True]
+    procid.send(found[1], signal.SIGKILL)
 
 
 def test_a_reused_pid_is_somebody_else(started: list[subprocess.Popen[str]]) -> None:

@@ -1,9 +1,9 @@
 """A stand-in for ``sglang.launch_server`` in unit tests of ownership, stopping and transitions: HTTP, no model.
 
-It answers /health and /generate. Environment variables make it behave badly: FAKE_DIE (ends at once), FAKE_SILENT
-(never healthy), FAKE_SHM (a file in /dev/shm that it keeps open and leaves), FAKE_ORPHAN (a child that ignores
-SIGTERM), FAKE_READY=error|none (how the capture plugin's report goes wrong). What a real server does is tested in
-tests/system.
+It answers /health and /generate. Environment variables make it behave badly: FAKE_DIE (ends at once),
+FAKE_DIE_ONCE=FILE (the first time only), FAKE_DIE_AT=N (ends at the Nth generation), FAKE_SILENT (never healthy),
+FAKE_SHM (a file in /dev/shm that it keeps open and leaves), FAKE_ORPHAN (a child that ignores SIGTERM),
+FAKE_READY=error|none (how the capture plugin's report goes wrong). What a real server does is tested in tests/system.
 """
 
 import json
@@ -17,11 +17,16 @@ STUBBORN = "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); p
 
 
 class Handler(BaseHTTPRequestHandler):
+    asked = 0
+
     def do_GET(self):
         self.answer(503 if "FAKE_SILENT" in os.environ else 200, b"")
 
     def do_POST(self):
         self.rfile.read(int(self.headers["Content-Length"]))
+        Handler.asked += 1
+        if Handler.asked == int(os.environ.get("FAKE_DIE_AT", "0")):
+            os._exit(9)
         self.answer(200, json.dumps({"output_ids": [1], "meta_info": {"completion_tokens": 1}}).encode())
 
     def answer(self, code, body):
@@ -51,6 +56,10 @@ def main(argv):
     print("the fake server starts", flush=True)
     if "FAKE_DIE" in os.environ:
         sys.exit("the fake server dies: asked to")
+    once = os.environ.get("FAKE_DIE_ONCE")
+    if once and not os.path.exists(once):
+        Path(once).touch()
+        sys.exit("the fake server dies: the first time")
     if "HSX_CAPTURE_SPEC" in os.environ:
         report()
     if "FAKE_SHM" in os.environ:

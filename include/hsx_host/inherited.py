@@ -18,6 +18,7 @@ import psutil
 
 from hsx_host import envfile, servers, state
 from hsx_host.contract import RunSpec
+from hsx_host.errors import TryAgain
 from hsx_host.procid import ProcId
 from hsx_host.progress import log
 
@@ -65,7 +66,7 @@ def _keep(spec: RunSpec, kept: LaunchBase) -> None:
     try:
         if state.read_document(LaunchBase, _path(spec)) != kept:
             state.write_document(_path(spec), kept, mode=0o600)
-    except OSError as e:
+    except (OSError, TryAgain) as e:
         log(f"what production was launched with could not be kept: {e}")
 
 

@@ -131,7 +131,7 @@ def record(spec: RunSpec, server: state.ServerState) -> None:
     proved by its arguments then. An extraction server is not run without a record."""
     try:
         state.write_server(spec, server)
-    except OSError as e:
+    except (OSError, TryAgain) as e:
         if server.mode != "production" and server.phase != "stopped":
             raise
         log(f"the {server.mode} server could not be recorded: {e}")

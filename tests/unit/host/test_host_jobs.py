@@ -45,7 +45,7 @@ def test_a_job_outlives_its_starter_and_is_found_again(spec: c.RunSpec, tmp_path
     assert os.getsid(first["pid"]) == first["pid"]
     done = end(spec, "j")
     assert (done.state, done.rc) == ("done", 0)
-    assert json.loads(done.document)["type"] == "ServerFacts"
+    assert json.loads(done.document)["type"] == "RestoreReport"
     assert verb("job", "start", "j", "--spec", path, "--", *command)["rc"] == 0
     assert events(spec).count("job started") == 1
 

@@ -55,6 +55,13 @@ ENVIRONMENTS = {
         9.0,
     ),
 }
+# For `make test-ui`: Airflow, and what drives a browser.
+ENVIRONMENTS["ui"] = Environment(
+    "ui",
+    (*ENVIRONMENTS["airflow"].locks, "requirements-ui.txt"),
+    (*ENVIRONMENTS["airflow"].imports, "playwright.sync_api"),
+    1.5,
+)
 # Older SGLang versions, for `make test-matrix`; "host" has the newest.
 OLDER_SGLANG = ("0.5.14", "0.5.17")
 ENVIRONMENTS |= {

@@ -14,6 +14,7 @@ ROOMS = {
     "plugins/hsx_operators": {"airflow", "paramiko", "asyncssh", "pydantic", "pydantic_core", "yaml", "croniter",
                               "hsx_operators", "hsx_host"},
     # transformers: lazily, for prompts as text; SGLang brings it
+    "plugins/hsx_page": {"airflow", "fastapi", "sqlalchemy", "hsx_operators", "hsx_page"},
     "include/hsx_host": {"requests", "numpy", "safetensors", "torch", "psutil", "xxhash", "transformers", "hsx_host"},
     "include/hsx_train": {"torch", "numpy", "transformers", "speculators"},
     # numpy to psutil: what torch and SGLang bring with them; nothing is installed for the patches

@@ -1,0 +1,197 @@
+"""The shards of one run, from what their tasks published: states, totals, rates over time. Pure functions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hsx_operators.published import PROGRESS, TRIES
+from hsx_page.reading import RESULT, Task, Told
+
+EXTRACT = "ExtractShardOperator"
+#: Airflow's states in the page's words; a task that waits in the triggerer runs on the host.
+STATES = {
+    "success": "done", "running": "running", "deferred": "running", "queued": "waiting", "scheduled": "waiting",
+    "": "waiting", "up_for_retry": "retrying", "up_for_reschedule": "retrying", "restarting": "retrying",
+    "failed": "failed", "upstream_failed": "not run", "skipped": "not run", "removed": "not run",
+    "awaiting_input": "waiting",
+}  # fmt: skip
+#: Where a shard has several tasks (one host handed it to another), the first of these is how it stands.
+_STANDS = ("done", "running", "retrying", "waiting", "failed", "not run")
+_BUCKETS, _SHORTEST_BUCKET_S = 120, 2.0
+
+
+@dataclass
+class Shard:
+    """One shard. ``todo`` samples were to do when the run began; ``done`` of them are published, as far as told."""
+
+    id: int
+    name: str
+    state: str
+    todo: int
+    tokens_todo: int
+    bytes_todo: int
+    done: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    tries: int = 0
+    tok_s: float | None = None
+    eta: float | None = None
+    at: float | None = None
+    host: str = ""
+    task_id: str = ""
+    map_index: int = -1
+    began: float | None = None
+    seconds: float | None = None
+    reason: str = ""
+
+    def row(self) -> list[Any]:
+        """Values in the order of ``COLUMNS``: five hundred rows stay small."""
+        return [getattr(self, name) for name in COLUMNS]
+
+
+COLUMNS = (
+    "id", "name", "state", "todo", "tokens_todo", "bytes_todo", "done", "tokens", "bytes", "tries", "tok_s", "eta",
+    "at", "host", "task_id", "map_index", "began", "seconds", "reason",
+)  # fmt: skip
+
+
+def shards_of(planned: Sequence[Mapping[str, Any]], tasks: Iterable[Task], told: Told, *, over: bool) -> list[Shard]:
+    """The shards of a run.
+
+    :param planned: plan's XCom ``shards``.
+    :param tasks: all tasks of the run.
+    :param over: whether the run has ended: a shard that nobody has taken by then is not run.
+    """
+    extracts = [t for t in tasks if t.operator == EXTRACT and t.map_index >= 0 and t.state != "removed"]
+    alone = len({t.task_id for t in extracts}) == 1
+    by_id: dict[int, list[Task]] = {}
+    for task in extracts:
+        shard = _shard_id(task, told, planned if alone else ())
+        if shard is not None:
+            by_id.setdefault(shard, []).append(task)
+    return [_shard(body, by_id.get(int(body["id"]), []), told, over=over) for body in planned]
+
+
+def _shard_id(task: Task, told: Told, planned: Sequence[Mapping[str, Any]]) -> int | None:
+    for key in (RESULT, PROGRESS):
+        value = told.get((task.task_id, task.map_index, key))
+        if isinstance(value, dict) and isinstance(value.get("shard"), int):
+            return int(value["shard"])
+    return int(planned[task.map_index]["id"]) if task.map_index < len(planned) else None
+
+
+def _shard(body: Mapping[str, Any], tasks: Sequence[Task], told: Told, *, over: bool) -> Shard:
+    shard = Shard(
+        int(body["id"]), str(body["name"]), "not run" if over else "waiting", int(body["todo"]), int(body["tokens"]),
+        int(body["bytes"]),
+    )  # fmt: skip
+    if not tasks:
+        return shard
+    task = min(tasks, key=lambda t: (_STANDS.index(STATES.get(t.state, "waiting")), -(t.began or 0.0)))
+    shard.state = STATES.get(task.state, "waiting")
+    if over and shard.state == "waiting":
+        shard.state = "not run"
+    shard.task_id, shard.map_index, shard.began = task.task_id, task.map_index, task.began
+    shard.tries = max(task.tries, 1) if task.began else task.tries
+    progress = _dict(told.get((task.task_id, task.map_index, PROGRESS)))
+    result = _dict(told.get((task.task_id, task.map_index, RESULT)))
+    tries = told.get((task.task_id, task.map_index, TRIES))
+    if isinstance(tries, list) and tries and shard.state != "done":
+        shard.reason = str(tries[-1].get("message", ""))
+    shard.host = str(progress.get("host", ""))
+    if task.began and task.ended:
+        shard.seconds = task.ended - task.began
+    if shard.state == "done":
+        shard.done, shard.tokens, shard.bytes = shard.todo, shard.tokens_todo, shard.bytes_todo
+        shard.tok_s = result.get("tok_s")
+    elif progress.get("total"):
+        # an earlier try may have published some already: then this one had fewer to do
+        shard.done = max(0, min(shard.todo, shard.todo - int(progress["total"]) + int(progress.get("done", 0))))
+        first = int(progress["total"]) == shard.todo
+        part = shard.done / shard.todo if shard.todo else 0.0
+        shard.tokens = int(progress.get("tokens", 0)) if first else round(shard.tokens_todo * part)
+        shard.bytes = int(progress.get("bytes", 0)) if first else round(shard.bytes_todo * part)
+        if shard.state == "running":
+            shard.tok_s, shard.eta, shard.at = progress.get("tok_s"), progress.get("eta"), progress.get("at")
+    return shard
+
+
+def totals(shards: Sequence[Shard], courses: Sequence[Course], now: float, *, foretold_tok_s: float | None) -> Any:
+    """Sums over all shards, the rate now, and when extraction would be through."""
+    states: dict[str, int] = {}
+    for shard in shards:
+        states[shard.state] = states.get(shard.state, 0) + 1
+    running = [s for s in shards if s.state == "running"]
+    left = sum(s.tokens_todo - s.tokens for s in shards if s.state not in ("failed", "not run"))
+    told = sum(course[-1][1] - course[0][1] for course in courses)
+    span = max((c[-1][0] for c in courses), default=now) - min((c[0][0] for c in courses), default=now)
+    pace = told / span if span > 0 and told else foretold_tok_s
+    return {
+        "states": states,
+        "samples": sum(s.done for s in shards),
+        "samples_todo": sum(s.todo for s in shards),
+        "tokens": sum(s.tokens for s in shards),
+        "tokens_todo": sum(s.tokens_todo for s in shards),
+        "bytes": sum(s.bytes for s in shards),
+        "bytes_todo": sum(s.bytes_todo for s in shards),
+        "tok_s": sum(s.tok_s or 0.0 for s in running) if running else None,
+        "pace_tok_s": pace,
+        "eta_s": left / pace if pace and left and (running or states.get("waiting")) else None,
+    }
+
+
+#: ``(time, tokens, bytes)`` of one shard, rising.
+Course = list[tuple[float, int, int]]
+
+
+def courses_of(tasks: Iterable[Task], told: Told) -> list[Course]:
+    """How each shard's extraction went; of one that told no course, its beginning and end."""
+    found: list[Course] = []
+    for task in tasks:
+        if task.operator != EXTRACT:
+            continue
+        points = _dict(told.get((task.task_id, task.map_index, PROGRESS))).get("points") or []
+        # of several at one time the last counts: a rate needs a time that has passed
+        course = list({float(p[0]): (float(p[0]), int(p[2]), int(p[3])) for p in points}.values())
+        result = _dict(told.get((task.task_id, task.map_index, RESULT)))
+        if len(course) < 2 and result.get("seconds") and task.ended:
+            tokens, size = int(result["tok_s"] * result["seconds"]), int(result["bytes"])
+            course = [(task.ended - float(result["seconds"]), 0, 0), (task.ended, tokens, size)]
+        if len(course) >= 2:
+            found.append(course)
+    return found
+
+
+def rates(courses: Sequence[Course]) -> dict[str, Any] | None:
+    """Tokens and bytes a second over time, all shards together, in at most 120 steps of one width."""
+    if not courses:
+        return None
+    begun, ended = min(c[0][0] for c in courses), max(c[-1][0] for c in courses)
+    if ended <= begun:
+        return None
+    count = max(1, min(_BUCKETS, int((ended - begun) / _SHORTEST_BUCKET_S)))
+    step = (ended - begun) / count
+    tokens, size = [0.0] * count, [0.0] * count
+    for course in courses:
+        for (t0, n0, b0), (t1, n1, b1) in itertools.pairwise(course):
+            if t1 <= t0:
+                continue
+            first, last = int((t0 - begun) / step), min(int((t1 - begun) / step), count - 1)
+            for i in range(min(first, count - 1), last + 1):
+                left, right = begun + i * step, begun + (i + 1) * step
+                part = max(0.0, min(t1, right) - max(t0, left)) / (t1 - t0)
+                tokens[i] += part * (n1 - n0)
+                size[i] += part * (b1 - b0)
+    return {
+        "from": begun,
+        "step": step,
+        "tok_s": [round(n / step, 1) for n in tokens],
+        "bytes_s": [round(n / step) for n in size],
+    }
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

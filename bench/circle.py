@@ -265,9 +265,9 @@ class Circle:
         for name, where in made.items():
             if (self.work / f"acceptance-{name}.json").exists():
                 continue
-            alone = alone or acceptance.serve_and_ask(self.spec, settings, chosen, "alone", folder)
+            alone = alone or acceptance.serve_and_ask(sys.executable, settings, chosen, "alone", folder)
             drafted = acceptance.serve_and_ask(
-                self.spec, acceptance.with_drafter(settings, where), chosen, f"with {name}", folder
+                sys.executable, acceptance.with_drafter(settings, where), chosen, f"with {name}", folder
             )
             result = acceptance.compare(settings, str(where), chosen, alone, drafted)
             say(f"{name}: {result.text}")

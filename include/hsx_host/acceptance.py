@@ -67,8 +67,10 @@ def run(spec: RunSpec, args: Namespace) -> AcceptanceResult:
     checkpoint = Path(args.drafter) if args.drafter else train.servable(work)
     served = drafter.make_servable(checkpoint, work.folder / "served", handoff)
     chosen = choose_prompts(spec, settings.acceptance, handoff)
-    alone = serve_and_ask(spec, settings.acceptance, chosen, "alone", work.folder)
-    drafted = serve_and_ask(spec, with_drafter(settings.acceptance, served), chosen, "with the drafter", work.folder)
+    alone = serve_and_ask(spec.host.python, settings.acceptance, chosen, "alone", work.folder)
+    drafted = serve_and_ask(
+        spec.host.python, with_drafter(settings.acceptance, served), chosen, "with the drafter", work.folder
+    )
     result = compare(settings.acceptance, str(served), chosen, alone, drafted)
     state.write_document(work.folder / "acceptance.json", result)
     log(result.text)
@@ -172,11 +174,11 @@ def of_dataset(dataset: Path, longest: int) -> Iterator[Prompt]:
 
 
 def serve_and_ask(
-    spec: RunSpec, settings: AcceptanceSettings, chosen: list[Prompt], what: str, folder: Path
+    python: str, settings: AcceptanceSettings, chosen: list[Prompt], what: str, folder: Path
 ) -> list[Answer]:
     """Start the server, ask every prompt behind a warm-up, stop it again; answers in the order of the prompts."""
     log_file = folder / f"server-{what.replace(' ', '-')}.log"
-    with server(spec.host.python, settings.server, log_file, what):
+    with server(python, settings.server, log_file, what):
         _ask(settings, chosen[:1], f"warm-up {what}")
         return _ask(settings, chosen, f"acceptance {what}")
 

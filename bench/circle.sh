@@ -36,7 +36,7 @@ common=(bench/circle.py --model "$model" --work "$WORK" --trainer-python "$TRAIN
 case "$what" in
   gpu) exec "$PYTHON" "${common[@]}" --device cuda --samples 2000 --held-out 60 --concurrency 128 "$@" ;;
   cpu) exec "$PYTHON" "${common[@]}" --samples 160 --held-out 12 --answer 48 --concurrency 8 \
-         --train-args "--draft-vocab-size 2048 --epochs 10 --lr 1e-3 --total-seq-len 1024 --threads 2" "$@" ;;
+         --train-args "--draft-vocab-size 2048 --epochs 10 --lr 1e-3 --total-seq-len 256 --threads 2" "$@" ;;
   tiny) exec "$PYTHON" "${common[@]}" --prompts ids --layers 2 4 6 --samples 240 --held-out 12 --answer 48 --concurrency 8 \
-          --train-args "--draft-vocab-size 512 --epochs 12 --lr 2e-3 --total-seq-len 1024 --threads 1" "$@" ;;
+          --train-args "--draft-vocab-size 512 --epochs 10 --lr 2e-3 --total-seq-len 256 --threads 1" "$@" ;;
 esac

@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -55,8 +56,10 @@ class Work:
 
 
 def work_of(settings: TrainingSettings, handoff: HandoffResult) -> Work:
-    """Named by data set, trainer and the hash of the manifests: changed data never meets an old checkpoint."""
-    name = f"{handoff.dataset_id}-{settings.name}-{handoff.manifest_sha256[:12]}"
+    """Named by data set, trainer, the manifests and the command: neither changed data nor another training goes on
+    from an old checkpoint."""
+    told = json.dumps([handoff.manifest_sha256, settings.command, settings.format])
+    name = f"{handoff.dataset_id}-{settings.name}-{hashlib.sha256(told.encode()).hexdigest()[:12]}"
     return Work(Path(settings.root) / name)
 
 

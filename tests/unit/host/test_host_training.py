@@ -98,15 +98,18 @@ def test_a_training_that_dies_goes_on_from_its_checkpoint(made: c.RunSpec) -> No
     dies = with_training(made, "x", "die")
     with pytest.raises(TryAgain, match="no memory"):
         run(dies)
-    result = run(with_training(made, "x", "on"))
+    (Path(dies.host.home) / "trainer.py").write_text(TRAINER.replace("die and", "False and"))
+    result = run(dies)
     assert result.resumed
     assert result.drafter.endswith("/checkpoints/2")
 
 
-def test_changed_data_trains_in_a_folder_of_its_own(made: c.RunSpec) -> None:
+def test_changed_data_and_another_command_train_in_folders_of_their_own(made: c.RunSpec) -> None:
     settings, one = training_check.settings_of(made), training_check.read(made, "")
     other = replace(one, manifest_sha256="f" * 64)
-    assert trainers.work_of(settings, one).folder != trainers.work_of(settings, other).folder
+    longer = replace(settings, command=[*settings.command, "--epochs", "9"])
+    folders = {trainers.work_of(*pair).folder for pair in ((settings, one), (settings, other), (longer, one))}
+    assert len(folders) == 3
 
 
 def test_several_commands_and_one_that_does_not_exist(made: c.RunSpec) -> None:

@@ -97,6 +97,8 @@ def finish(spec: RunSpec, server: state.ServerState) -> state.ServerState:
     if server.mode == "extraction":
         servers.check_bound(settings.port, processes.addresses(settings.port))
         capture_server.prove_ready(spec, Path(server.spool), server.plugin_id)
+    if server.mode == "production" and managers.managed(spec) and not inherited.base(spec).argv:
+        inherited.remember(spec, adopt.launch_of(spec) or watched.main)  # the first that hsx has seen of it
     ready_s = round(procid.age_s(watched.main), 3)
     health.soak(settings, server.mode)
     server = _look(replace(server, phase="running", ready_s=ready_s))

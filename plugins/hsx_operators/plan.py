@@ -109,6 +109,7 @@ class PlanOperator(HostVerbOperator):
                 "stop_after": window_end(
                     profile.nightly, str(params.get("stop_after") or ""), str(context["dag_run"].run_type), time.time()
                 ),
+                "when_held": profile.tasks.when_held,
                 "shard_retries": profile.tasks.shard_retries,
                 "lease_ttl_s": profile.tasks.lease_ttl_s,
             }

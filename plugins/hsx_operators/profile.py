@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 from zoneinfo import ZoneInfo
 
 import yaml
@@ -63,16 +63,34 @@ class Model(_Model):
 
 
 class Production(_Model):
-    """How production is launched; it is given back exactly so."""
+    """How production is launched; it is given back exactly so.
 
-    manager: Literal["process"] = "process"
+    ``manager``: who starts and stops it. ``process``: hsx, as a process of its own. ``systemd``: ``unit``, by the
+    command ``systemctl``. ``command``: ``start_command`` and ``stop_command``, with ``pid_command`` where this login
+    can't see who listens on the port. ``env_file``: a file on the host, mode 0600, with variables that must stay there.
+    """
+
+    manager: Literal["process", "systemd", "command"] = "process"
+    unit: str = Field("", pattern=r"^([A-Za-z0-9:_.\\@-]+\.service)?$")
+    systemctl: list[str] = Field(["systemctl"], min_length=1)
+    start_command: list[str] = []
+    stop_command: list[str] = []
+    pid_command: list[str] = []
+    env_file: Absolute | Literal[""] = ""
     host: str = "127.0.0.1"
     port: Port
     args: list[str] = []
     env: dict[str, str] = {}
     start_timeout_s: Seconds = 1800
     stop_grace_s: Seconds = 60
-    soak_requests: Natural = 8
+    soak_requests: Natural = 128
+
+    @model_validator(mode="after")
+    def _manager_is_whole(self) -> Self:
+        needed = {"systemd": ("unit",), "command": ("start_command", "stop_command")}.get(self.manager, ())
+        if missing := [name for name in needed if not getattr(self, name)]:
+            raise ValueError(f"manager {self.manager} needs {' and '.join(missing)}")
+        return self
 
 
 class Extraction(_Model):
@@ -159,9 +177,11 @@ class Cleanup(_Model):
 
 
 class Tasks(_Model):
-    """What Airflow does about failures, and how long the host waits for a silent Airflow."""
+    """What Airflow does about failures and about a host that another run holds, and how long the host waits for a
+    silent Airflow."""
 
     shard_retries: Annotated[int, Field(ge=0, le=5)] = 2
+    when_held: Literal["wait", "fail"] = "wait"
     lease_ttl_s: Annotated[float, Field(ge=30)] = 900
 
 

@@ -54,7 +54,8 @@ class HoldOff(HostVerbOperator, SkipMixin):
 class AcquireHostOperator(HoldOff, HostVerbOperator):
     """Takes the lease on the host for this run; from here on every poll renews it.
 
-    Where another run holds it, the task waits and tries again; the message names the holder.
+    Where another run holds it, the message names the holder; the task waits and tries again, or fails at once where the
+    profile says ``tasks.when_held: fail``.
     """
 
     result_type = c.Lease
@@ -62,7 +63,14 @@ class AcquireHostOperator(HoldOff, HostVerbOperator):
 
     def execute(self, context: Context) -> Any:
         """Nothing, and the rest is skipped, where the window has ended."""
-        return None if self.too_late(context) else self.run_verb(context)
+        if self.too_late(context):
+            return None
+        try:
+            return self.run_verb(context)
+        except HostHeld as e:
+            if self.host_of(context).get("when_held") == "fail":
+                e.allowed_retries = 0
+            raise
 
     def verb(self, context: Context) -> list[str]:
         """``acquire``."""
@@ -159,8 +167,8 @@ class BenchmarkOperator(HoldOff, HostVerbOperator):
         return ["benchmark", "--label", self.phase]
 
     def result(self, document: c.BenchmarkResult, host: dict[str, Any], context: Context) -> Any:
-        """Tell the figures; a production that is slower than the profile tolerates is told loudly, not failed:
-        the data is good, and the host is given back."""
+        """Tell the figures. A production that is slower than the profile tolerates is told here, and makes the run red
+        in its verdict: the data is good, and is handed on."""
         say = self.log.info if document.within_tolerance else self.log.warning
         say("%s", document.text)
         return c.to_dict(document)

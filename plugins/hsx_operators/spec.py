@@ -76,6 +76,7 @@ def build_spec(profile: Profile, name: str, params: Mapping[str, Any], run_id: s
             start_timeout_s=p.production.start_timeout_s,
             stop_grace_s=grace,
             soak_requests=soak,
+            env_file=p.production.env_file,
         ),
         extraction=c.ServerSettings(
             args=_address(extraction_args, "127.0.0.1", extraction_port),
@@ -85,6 +86,7 @@ def build_spec(profile: Profile, name: str, params: Mapping[str, Any], run_id: s
             start_timeout_s=p.extraction.start_timeout_s or p.production.start_timeout_s,
             stop_grace_s=grace,
             soak_requests=soak,
+            env_file=p.production.env_file,
         ),
         model=c.ModelSettings(path=p.model.path, revision=p.model.revision),
         capture=c.CaptureSettings(
@@ -105,6 +107,13 @@ def build_spec(profile: Profile, name: str, params: Mapping[str, Any], run_id: s
         ),
         cleanup=c.CleanupSettings(policy=_policy(params, p), reserve_bytes=p.cleanup.reserve_bytes),
         lease_ttl_s=p.tasks.lease_ttl_s,
+        service=c.ServiceSettings(
+            unit=p.production.unit,
+            systemctl=list(p.production.systemctl),
+            start_command=list(p.production.start_command),
+            stop_command=list(p.production.stop_command),
+            pid_command=list(p.production.pid_command),
+        ),
         top_up=top_up(p),
         training=training(p, production_args),
     )

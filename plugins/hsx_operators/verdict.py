@@ -68,7 +68,7 @@ class VerdictOperator(BaseOperator):
             for name, state in states.items()
             if name != self.task_id and not (state == "skipped" and name.startswith(idle))
         }
-        bad = judge(others, meant)
+        bad = [*judge(others, meant), *self._slower(ti)]
         lines = self._summary(ti, meant)
         for line in lines:
             self.log.info("%s", line)
@@ -76,6 +76,15 @@ class VerdictOperator(BaseOperator):
             raise RunFailed("\n".join([*bad, *lines]))
         self.log.info("The run is good.")
         return {"verdict": "good", "summary": lines}
+
+    def _slower(self, ti: Any) -> list[str]:
+        """A production that is slower than the profile tolerates makes the run red; the data is handed on already."""
+        slow = []
+        for group in self.groups or [""]:
+            after = ti.xcom_pull(task_ids=f"{group}benchmark_after")
+            if after and not after["within_tolerance"]:
+                slow.append(f"{group}production is slower than it was: {after['text']}")
+        return slow
 
     def _skipped_on_purpose(self, ti: Any) -> str:
         before = () if self.groups else BEFORE

@@ -118,3 +118,15 @@ def test_default_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert default_profile() == "mine"
     monkeypatch.setenv("HSX_PROFILE", "kimi-k2.5")
     assert default_profile() == "kimi-k2.5"
+
+
+def test_a_manager_needs_its_words() -> None:
+    profile = body()
+    profile["production"] |= {"manager": "systemd"}
+    assert any("manager systemd needs unit" in p for p in problems(profile))
+    profile["production"] |= {"unit": "sglang; reboot"}
+    assert any(p.startswith("production.unit") for p in problems(profile))
+    profile["production"] |= {"unit": "sglang@kimi.service"}
+    assert parse_profile(profile, "profile test").production.systemctl == ["systemctl"]
+    profile["production"] |= {"manager": "command", "start_command": ["docker", "start", "sglang"]}
+    assert any("stop_command" in p for p in problems(profile))

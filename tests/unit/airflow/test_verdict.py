@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from hsx_operators.verdict import judge
+from typing import Any
+
+import pytest
+
+from hsx_operators.verdict import RunFailed, VerdictOperator, judge
 
 
 def test_good() -> None:
@@ -25,3 +29,23 @@ def test_skips_are_wanted_or_not() -> None:
     assert judge(states, "dry run") == []
     assert judge(states, "") == ["Skipped by hand: extract"]
     assert judge({**states, "plan": "failed"}, "dry run") == ["Failed: plan"]
+
+
+class _Ti:
+    def __init__(self, **xcoms: Any) -> None:
+        self.xcoms, self.dag_id, self.run_id = xcoms, "d", "r"
+
+    def get_task_states(self, dag_id: str, run_ids: list[str]) -> dict[str, dict[str, str]]:
+        return {"r": {"plan": "success", "benchmark_after": "success"}}
+
+    def xcom_pull(self, task_ids: str, key: str = "return_value") -> Any:
+        return self.xcoms.get(task_ids) if key == "return_value" else None
+
+
+def test_a_production_that_came_back_slower_makes_the_run_red() -> None:
+    verdict = VerdictOperator(task_id="verdict")
+    slow = {"within_tolerance": False, "text": "single: 9.0 tok/s, 0.50 of the baseline 18.1"}
+    with pytest.raises(RunFailed, match=r"production is slower than it was: single: 9.0"):
+        verdict.execute({"ti": _Ti(benchmark_after=slow)})  # type: ignore[typeddict-item]
+    good = slow | {"within_tolerance": True}
+    assert verdict.execute({"ti": _Ti(benchmark_after=good)})["verdict"] == "good"  # type: ignore[typeddict-item]

@@ -10,6 +10,7 @@ from airflow.sdk import DAG, BaseOperator, CronTriggerTimetable, Param, TaskGrou
 
 from hsx_operators.disk import ApproveCleanupOperator, CleanupOldStatesOperator, DiskSpaceOperator
 from hsx_operators.extraction import (
+    ConvertFormatsOperator,
     ExtractShardOperator,
     ProbeOperator,
     TrainingHandoffOperator,
@@ -38,8 +39,8 @@ DOC = """
 `plan` freezes the run and sizes it; `disk_check` compares with the space that is left; `gate` ends a dry run, or a run
 with nothing to do, before anything is touched. Then the host is borrowed: production stops, the extraction server
 starts with the capture plugin, `probe` proves the rows, `extract` does one shard a task, `verify` reads the files
-again. `restore` brings production back **whatever happened**, `handoff` tells training where the data is, and
-`verdict` makes the run red where anything of it failed.
+again. `restore` brings production back **whatever happened**, `convert` derives the other formats, `handoff` tells
+training where the data is, and `verdict` makes the run red where anything of it failed.
 
 ### A shard failed
 Clear it (with *downstream*): only its missing samples are extracted; the host is borrowed and given back for it.
@@ -84,7 +85,7 @@ PARAMS = {
         items={"type": "string", "enum": list(FORMATS)},
         examples=list(FORMATS),
         title="Formats",
-        description="What the trainer reads. Empty: the profile's.",
+        description="What trainers read. The capture writes the first, the others are derived. Empty: the profile's.",
         section="Output",
     ),
     "cleanup_policy": Param(
@@ -154,13 +155,15 @@ def borrow(host: HostShape, shards: XComArg, disk: XComArg) -> tuple[BaseOperato
 def one_host(host: HostShape, approve: BaseOperator, shards: XComArg, disk: XComArg) -> list[BaseOperator]:
     """The runbook of one host; the steps that the verdict waits for."""
     first, (verify, restore, production_healthy, after) = borrow(host, shards, disk)
-    # Also where all but the hand-off was done before: then the gate skips the rest.
+    # Skipped upstreams are no reason not to: a format may be added to a data set that has nothing left to extract, and
+    # all but the hand-off may have been done before; then the gate skips the rest.
+    convert = ConvertFormatsOperator(task_id="convert", trigger_rule=TriggerRule.NONE_FAILED, pool=host.pool)
     handoff = TrainingHandoffOperator(
         task_id="handoff", behind=verify.task_id, trigger_rule=TriggerRule.NONE_FAILED, pool=host.pool
     )
     approve >> first
-    [verify, after] >> handoff
-    return [restore, production_healthy, after, handoff]
+    [verify, after] >> convert >> handoff
+    return [restore, production_healthy, after, convert, handoff]
 
 
 def several_hosts(
@@ -171,9 +174,10 @@ def several_hosts(
     reassign = ReassignOperator(
         task_id="reassign", hosts=[host.name for host in hosts], shares=shares, trigger_rule=whatever
     )
-    handoff = TrainingHandoffOperator(
-        task_id="handoff", plan_task_id="reassign", trigger_rule=whatever, pool=hosts[0].pool
+    convert = ConvertFormatsOperator(
+        task_id="convert", plan_task_id="reassign", trigger_rule=whatever, pool=hosts[0].pool
     )
+    handoff = TrainingHandoffOperator(task_id="handoff", plan_task_id="reassign", pool=hosts[0].pool)
     ends: list[BaseOperator] = []
     for host in hosts:
         with TaskGroup(host.name):
@@ -188,10 +192,10 @@ def several_hosts(
                 share = ShareOperator(task_id="share", on=host.name, shares=reassign.output)
                 first, last = borrow(host, share.output, disk)
                 share >> first
-                last >> handoff
+                last >> convert
                 ends += last
-    reassign >> handoff
-    return [*ends, handoff]
+    reassign >> convert >> handoff
+    return [*ends, convert, handoff]
 
 
 def extraction(dag_id: str, profiles: list[str], shape: Shape) -> DAG:
@@ -219,14 +223,8 @@ def extraction(dag_id: str, profiles: list[str], shape: Shape) -> DAG:
         planned, shards = XComArg(top_up, "plan"), XComArg(top_up, "shards")
         disk_check = DiskSpaceOperator(task_id="disk_check", pool=pool)
         disk = disk_check.output
-        gate = GateOperator(
-            task_id="gate",
-            run=run,
-            plan=planned,
-            shards=shards,
-            disk=disk,
-            handoff_task_id="" if names else "handoff",
-        )
+        behind = () if names else ("convert", "handoff")  # several hosts: reassign would first have to find one
+        gate = GateOperator(task_id="gate", run=run, plan=planned, shards=shards, disk=disk, handoff_task_ids=behind)
         # Asked for before the host is borrowed, so that production never waits for a person.
         approve_cleanup = ApproveCleanupOperator(task_id="approve_cleanup", disk=disk, run=run)
         plan >> top_up >> disk_check >> gate >> approve_cleanup

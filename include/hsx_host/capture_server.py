@@ -6,7 +6,7 @@ import shutil
 import time
 from pathlib import Path
 
-from hsx_host import model_facts, procid, servers, state
+from hsx_host import formats, model_facts, procid, servers, state
 from hsx_host.contract import ContractError, RunSpec, decode, encode
 from hsx_host.errors import Refused
 from hsx_host.spool import CaptureSpec, PluginReady
@@ -26,6 +26,7 @@ def capture_spec(spec: RunSpec, plugin_id: str, spool: Path) -> CaptureSpec:
         dtype=spec.capture.dtype,
         writers=spec.capture.writers,
         ring_bytes=spec.capture.ring_bytes,
+        final=formats.primary(spec.capture.formats).NORM,
     )
 
 

@@ -15,7 +15,7 @@ import time
 import urllib.parse
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,7 +25,7 @@ from hsx_host import capture_server
 from hsx_host.contract import ContractError, RunSpec, decode, encode
 from hsx_host.dataset import Sample
 from hsx_host.errors import Refused, TryAgain
-from hsx_host.formats import DirectFormat, Laid, Shape
+from hsx_host.formats import Format, Laid, Shape
 from hsx_host.spool import CaptureRecord, CaptureRequest
 
 _POLL_FIRST_S, _POLL_MOST_S = 0.001, 0.05
@@ -90,7 +90,7 @@ class Client:
     :param timeout_s: how long one try may take, from the request to the plugin's record.
     """
 
-    def __init__(self, engine: Engine, form: DirectFormat, shape: Shape, folder: Path, timeout_s: float) -> None:
+    def __init__(self, engine: Engine, form: Format, shape: Shape, folder: Path, timeout_s: float) -> None:
         self._engine, self._form, self._shape = engine, form, shape
         self._folder, self._timeout_s = folder, timeout_s
         parts = urllib.parse.urlsplit(engine.url)
@@ -117,8 +117,7 @@ class Client:
             answer = self._generate(rid, sample)
             record = self._record(rid, deadline)
             captured = self._check(path, sample, laid, answer, record)
-            self._form.complete(path, captured.crc32, self._shape)
-            return captured
+            return replace(captured, crc32=self._form.complete(path, captured.crc32, self._shape))
         except BaseException as e:
             path.unlink(missing_ok=True)
             if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):

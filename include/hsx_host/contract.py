@@ -260,6 +260,8 @@ class PlanResult:
     ``pace``: what was measured here before, None before the first shard.
     ``rows`` are the data file's; ``valid`` counts the ``top_ups`` too, which lie in shards of their own.
     ``handed_off``: the hand-off that is there is of what is published now.
+    ``changed`` of ``todo`` are rows whose published sample is gone from the data file; ``moved`` of ``done`` are
+    published samples that stand in another row of it now; ``derive`` are samples that a derived format lacks.
     """
 
     dataset_id: str
@@ -279,6 +281,10 @@ class PlanResult:
     pace: Pace | None = None
     top_ups: int = 0
     handed_off: bool = False
+    changed: int = 0
+    moved: int = 0
+    derive: int = 0
+    derive_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -455,13 +461,40 @@ class VerifyReport:
 
 
 @dataclass(frozen=True)
-class ConvertResult:
-    """A data set in another trainer's format."""
+class ConvertedFormat:
+    """A folder in one format. ``final``: before_norm or after_norm; ``written``: samples that this call made."""
 
     format: str
     path: str
+    final: str
+    approximate: bool
     samples: int
+    written: int
+    tokens: int
     bytes: int
+
+
+@dataclass(frozen=True)
+class ConvertResult:
+    """One entry a format that was asked for."""
+
+    formats: list[ConvertedFormat]
+
+
+@dataclass(frozen=True)
+class VocabResult:
+    """A draft vocabulary. ``tokens`` trained on, ``different`` ones of them, ``covered``: their share in it (0 to 1).
+
+    ``files``: token_freq, d2t and t2d (speculators), specforge, modelopt.
+    """
+
+    path: str
+    draft_vocab_size: int
+    target_vocab_size: int
+    tokens: int
+    different: int
+    covered: float
+    files: dict[str, str]
 
 
 @dataclass(frozen=True)

@@ -1,65 +1,228 @@
-"""Write the published samples of a data set in another trainer's format.
+"""Write published samples in another trainer's format, or a part of them.
 
-Where that format wants the final hidden state after the norm, it is derived with the norm that was kept beside the
-data set (float32, rounded to the data set's dtype). Files that are there already and not older than their source are
-left: the verb can be stopped and called again. The hand-off's command lines name the formats.
+Without ``--format``: every format of the run but the one that the capture wrote, each into its own folder of the data
+set. With ``--format`` and ``--out``: one format into any folder, of the data set or of a folder that ``convert`` made
+before (``--source``). Samples that are there already are left, so that the verb can be stopped and called again; the
+folder ends as exactly what was asked for.
+
+The final hidden state follows the format's norm: before -> after is exact, through the kept norm (float32, rounded to
+the data set's dtype); after -> before needs ``--approximate``, divides by the norm's weight, and is recorded.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
+import threading
 from argparse import ArgumentParser, Namespace
-from dataclasses import asdict
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-from hsx_host import formats, proof, state, verify
-from hsx_host.contract import ConvertResult, RunSpec
-from hsx_host.errors import BadInput
+from hsx_host import converted, fill, formats, proof, state, verify
+from hsx_host.contract import ConvertedFormat, ConvertResult, RunSpec
+from hsx_host.converted import Collection, ConvertedSet
+from hsx_host.errors import BadInput, TryAgain
 from hsx_host.fingerprint import opened
+from hsx_host.manifest import Ledger, Published, newest, read_lines, rewrite
+from hsx_host.norm import FinalNorm
 from hsx_host.progress import Progress
 
-HELP = "write a data set in another trainer's format"
+HELP = "write a data set, or a part of it, in other trainers' formats"
+
+_WRITERS = 4
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--format", required=True, metavar="NAME", help="specforge")
-    parser.add_argument("--out", required=True, metavar="DIR", help="the folder of the new data set")
+    parser.add_argument("--format", default="", metavar="NAME", help=", ".join(formats.names()) + " (the run's others)")
+    parser.add_argument("--out", default="", metavar="DIR", help="the new folder (the data set's own for the format)")
+    parser.add_argument("--source", default="", metavar="DIR", help="a folder that convert made (the data set)")
     parser.add_argument("--shards", default="", metavar="N,N", help="only these shards")
     parser.add_argument("--limit", type=int, default=0, metavar="N", help="at most this many samples")
+    parser.add_argument("--min-tokens", type=int, default=0, metavar="N", help="only samples of N tokens or more")
+    parser.add_argument("--max-tokens", type=int, default=0, metavar="N", help="only samples of N tokens or fewer")
+    parser.add_argument("--approximate", action="store_true", help="allow after-norm -> before-norm, and record it")
 
 
 def run(spec: RunSpec, args: Namespace) -> ConvertResult:
     """Convert what is published; BadInput where nothing is, or an argument does not fit."""
+    part = bool(args.shards or args.limit or args.min_tokens or args.max_tokens)
+    if (part or args.source) and not (args.format and args.out):
+        raise BadInput(
+            "a part, or another source, goes to a folder of its own", field="--out", value=args.out,
+            fix="give --format NAME --out DIR",
+        )  # fmt: skip
+    source = converted.opened(Path(args.source)) if args.source else of_dataset(spec)
+    wanted = [args.format] if args.format else spec.capture.formats[1:]
+    lines = chosen(source, args)
+    done = []
+    for name in wanted:
+        form = formats.get(name)
+        out = Path(args.out) if args.out else source.base / form.FOLDER
+        _check_place(source, form, out, own=not args.out)
+        done.append(write(source, form, out, lines, approximate=args.approximate))
+    return ConvertResult(formats=done)
+
+
+def of_dataset(spec: RunSpec) -> Collection:
+    """All that a data set has published, in the format that the capture wrote."""
     dataset, meaning = opened(spec)
-    target = formats.derived(args.format)
-    chosen = _shards(args.shards)
-    out = Path(args.out)
-    if out.resolve().is_relative_to((dataset / "v1").resolve()):
-        raise BadInput("lies in a folder of samples", field="--out", value=out, fix="give a folder of its own")
-    lines = sorted(verify.census(spec, dataset).published.values(), key=lambda line: line.index)
-    if chosen:
-        lines = [line for line in lines if line.index // meaning.shard_size in chosen]
+    lines = verify.census(spec, dataset, whole=True).published
+    form = formats.primary(meaning.formats)
+    return Collection(dataset, form, converted.shape_of(meaning), meaning, False, dataset / proof.NORM_FILE, lines)
+
+
+def chosen(source: Collection, args: Namespace) -> list[Published]:
+    """The lines that the arguments ask for, by row; BadInput where none is left."""
+    shards = _shards(args.shards)
+    lines = [source.lines[row] for row in sorted(source.lines)]
+    if shards:
+        lines = [line for line in lines if line.index // source.meaning.shard_size in shards]
+    lines = [line for line in lines if line.tokens >= args.min_tokens]
+    if args.max_tokens:
+        lines = [line for line in lines if line.tokens <= args.max_tokens]
     lines = lines[: args.limit] if args.limit > 0 else lines
     if not lines:
         raise BadInput("no published sample to convert", field="--shards", value=args.shards, fix="extract first")
-    source = formats.direct(meaning.formats)
-    shape = formats.Shape(meaning.planes, meaning.hidden_size, meaning.dtype)
-    norm = proof.NextToken(spec.model.path, dataset / proof.NORM_FILE, meaning.dtype)
-    progress = Progress("convert", len(lines))
-    size = tokens = 0
+    return lines
+
+
+def write(
+    source: Collection, form: formats.Format, out: Path, lines: list[Published], *, approximate: bool
+) -> ConvertedFormat:
+    """Make ``out`` hold exactly ``lines`` in ``form``."""
+    norm = _norm_rule(source, form, approximate)
+    meaning = replace(source.meaning, final=f"{form.NORM}_norm", formats=[form.NAME])
+    rough = source.approximate or norm == "undo"
+    here = ConvertedSet(form.NAME, meaning.final, rough, str(source.base), source.meaning)
     out.mkdir(parents=True, exist_ok=True)
     with state.locked(out / ".lock", wait_s=0, what=f"a conversion to {out}"):
-        for done, line in enumerate(lines, start=1):
-            path, from_ = out / target.file_name(line.index), dataset / line.file
-            if not path.exists() or path.stat().st_mtime < from_.stat().st_mtime:
-                sample = source.load(from_, shape)
-                if target.NORM == "after" and source.NORM == "before":
-                    sample["planes"] = [*sample["planes"][:-1], norm.normed(sample["planes"][-1])]
-                target.write(path, sample, shape)
-            size, tokens = size + path.stat().st_size, tokens + line.tokens
-            progress.update(done, tokens=tokens, bytes=size)
-        facts = asdict(meaning) | {"final": f"{target.NORM}_norm", "formats": [target.NAME]}
-        target.side_files(out, {line.index: line.tokens for line in lines}, facts)
-    return ConvertResult(format=target.NAME, path=str(out), samples=len(lines), bytes=size)
+        kept = _settle(out, here, source)
+        todo = [line for line in lines if not _done(out, line, kept.get(line.index), source, form)]
+        _check_space(out, sum(form.file_bytes(line.tokens, source.shape) for line in todo))
+        missing = {line.index for line in todo}
+        made = {line.index: kept[line.index] for line in lines if line.index not in missing}
+        ledger: Ledger[Published] = Ledger(out / converted.SAMPLES)
+        lock = threading.Lock()
+        rule = FinalNorm(source.norm_file, meaning.dtype) if norm else None
+        progress, written = Progress(f"convert {form.NAME}", len(lines)), [0, 0]
+
+        def one(line: Published) -> None:
+            sample = source.form.load(source.base / line.file, source.shape)
+            if rule is not None:
+                final = rule.apply(sample["planes"][-1]) if norm == "apply" else rule.undo(sample["planes"][-1])
+                sample["planes"] = [*sample["planes"][:-1], final]
+            name = form.file_name(line.index)
+            size, crcs = fill.write_sample(form, out / name, sample, source.shape)
+            with lock:
+                made[line.index] = replace(line, file=name, bytes=size, crc32=crcs)
+                ledger.append(made[line.index])
+                written[0], written[1] = written[0] + line.tokens, written[1] + size
+                progress.update(len(made), tokens=written[0], bytes=written[1])
+
+        try:
+            with ThreadPoolExecutor(_WRITERS) as pool:  # reads, copies and checksums release the interpreter's lock
+                futures = [pool.submit(one, line) for line in todo]
+                try:
+                    for future in futures:
+                        future.result()
+                except BaseException:
+                    pool.shutdown(wait=True, cancel_futures=True)
+                    raise
+        finally:
+            ledger.close()
+        rewrite(out / converted.SAMPLES, [made[row] for row in sorted(made)])
+        for stray in list(converted.strays(out, form, {line.file for line in made.values()})):
+            (out / stray).unlink()
+        form.side_files(out, rows(out, form, source.shape, made.values()), asdict(meaning) | {"approximate": rough})
+    return ConvertedFormat(
+        format=form.NAME,
+        path=str(out),
+        final=meaning.final,
+        approximate=rough,
+        samples=len(made),
+        written=len(todo),
+        tokens=sum(line.tokens for line in made.values()),
+        bytes=sum(line.bytes for line in made.values()),
+    )
+
+
+def rows(base: Path, form: formats.Format, shape: formats.Shape, lines: Iterable[Published]) -> list[formats.Row]:
+    """Published samples as side files want them; ids and mask are read from a file only where asked for."""
+
+    def read(line: Published) -> tuple[Any, Any]:
+        sample = form.load(base / line.file, shape)
+        return sample["input_ids"].numpy(), sample["loss_mask"].numpy()
+
+    ordered = sorted(lines, key=lambda line: line.index)
+    return [formats.Row(line.index, line.tokens, lambda line=line: read(line)) for line in ordered]  # type: ignore[misc]
+
+
+def _norm_rule(source: Collection, form: formats.Format, approximate: bool) -> str:
+    """What becomes of the final hidden state: nothing, apply or undo the norm."""
+    if source.final == f"{form.NORM}_norm":
+        return ""
+    if form.NORM == "after":
+        return "apply"
+    if not approximate:
+        raise BadInput(
+            f"{form.NAME} needs the final hidden state before the norm, the source holds it after the norm",
+            field="--format",
+            value=form.NAME,
+            fix="convert from a before-norm format, or give --approximate: the norm's weight is divided out, "
+            "bf16 rounding moves an element by 1.2 % at most",
+        )
+    return "undo"
+
+
+def _settle(out: Path, here: ConvertedSet, source: Collection) -> dict[int, Published]:
+    """The folder's meaning written, its lines so far; BadInput where it holds something else."""
+    known = state.read_document(ConvertedSet, out / converted.MEANING)
+    if known is None and any(p.name not in converted.OWN_FILES for p in out.iterdir()):
+        raise BadInput("the folder holds other files", field="--out", value=out, fix="give an empty or new folder")
+    if known is not None and known != here:
+        raise BadInput(
+            f"the folder holds {known.format} ({known.final}{', approximate' if known.approximate else ''}) "
+            f"made from {known.source}",
+            field="--out",
+            value=out,
+            fix="give another folder, or remove this one",
+        )
+    norm = out / proof.NORM_FILE
+    if not norm.exists():
+        shutil.copyfile(source.norm_file, norm)
+    if known is None:
+        state.write_document(out / converted.MEANING, here)
+    return newest(read_lines(out / converted.SAMPLES, Published)[0])
+
+
+def _done(out: Path, line: Published, have: Published | None, source: Collection, form: formats.Format) -> bool:
+    """Whether a sample was made of this very line, and its file is whole."""
+    if have is None or not converted.same_sample(have, line):
+        return False
+    return have.file == form.file_name(line.index) and not converted.file_wrong(out, have, form, source.shape, False)
+
+
+def _check_place(source: Collection, form: formats.Format, out: Path, *, own: bool) -> None:
+    """Refuse a folder inside another format's: its reader would train on what comes to lie there."""
+    place = out.resolve()
+    for name in formats.names():
+        theirs = (source.base / formats.get(name).FOLDER).resolve()
+        if place.is_relative_to(theirs) and not (own and name == form.NAME and form.NAME != source.form.NAME):
+            raise BadInput("lies in a folder of samples", field="--out", value=out, fix="give a folder of its own")
+    if place == source.base.resolve():
+        raise BadInput("is the source itself", field="--out", value=out, fix="give a folder of its own")
+
+
+def _check_space(out: Path, needed: int) -> None:
+    disk = os.statvfs(out)
+    free = disk.f_bavail * disk.f_frsize
+    if free < needed:
+        raise TryAgain(
+            f"{needed} bytes are needed, {free} are free", field="--out", value=out, fix="make room, then call it again"
+        )
 
 
 def _shards(text: str) -> set[int]:

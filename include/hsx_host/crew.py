@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hsx_host.client import Captured, Client, NoSpace, SampleFault, ServerGone
 from hsx_host.dataset import Sample
-from hsx_host.formats import DirectFormat
+from hsx_host.formats import Format
 from hsx_host.manifest import Failed, Ledger, Published
 from hsx_host.progress import Progress, log
 from hsx_host.shards import ShardFiles, ShardInput, sync_folder
@@ -36,7 +36,7 @@ class Crew:
     def __init__(
         self,
         client: Client,
-        form: DirectFormat,
+        form: Format,
         files: ShardFiles,
         given: ShardInput,
         *,
@@ -190,8 +190,10 @@ class Crew:
                     captured.path.unlink(missing_ok=True)
                     return
                 self.flying.discard(i)
-                captured.path.replace(self._folder / name)
-                sync_folder(self._folder)
+                path = self._folder / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                captured.path.replace(path)
+                sync_folder(path.parent)
                 self._manifest.append(line)
                 self.published[sample.row] = line
                 self._settle()

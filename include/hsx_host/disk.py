@@ -36,7 +36,7 @@ def verdict(spec: RunSpec) -> DiskVerdict:
     where = existing(spec.host.output_root)
     device = os.stat(where).st_dev
     old = [s for s in oldstates.find(spec, plan.dataset_dir) if s.device == device]
-    return judge(plan.todo_bytes, free_bytes(where), spec.cleanup.reserve_bytes, old)
+    return judge(plan.todo_bytes + plan.derive_bytes, free_bytes(where), spec.cleanup.reserve_bytes, old)
 
 
 def judge(needed: int, free: int, reserve: int, old: list[OldState]) -> DiskVerdict:

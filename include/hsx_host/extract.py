@@ -68,7 +68,7 @@ class _Shard:
         self, spec: RunSpec, dataset: Path, meaning: DatasetSemantics, files: ShardFiles, stop_after: float
     ) -> None:
         self._spec, self._dataset, self._meaning, self._files = spec, dataset, meaning, files
-        self._form = formats.direct(meaning.formats)
+        self._form = formats.primary(meaning.formats)
         self._shape = formats.Shape(meaning.planes, meaning.hidden_size, meaning.dtype)
         self._folder = dataset / self._form.FOLDER
         self._input: ShardInput = read_input(files)

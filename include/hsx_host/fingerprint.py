@@ -92,10 +92,11 @@ def semantics(spec: RunSpec, facts: ModelFacts | None = None) -> DatasetSemantic
     _check(spec, facts)
     known = {
         "layers": list(spec.capture.layers),
-        "final": "before_norm",
+        "final": f"{formats.primary(spec.capture.formats).NORM}_norm",
         "norm_eps": facts.norm_eps,
         "dtype": spec.capture.dtype,
-        "formats": list(spec.capture.formats),
+        # Only the one that the capture writes: derived ones add folders, and change no row of what is there.
+        "formats": list(spec.capture.formats[:1]),
         "engine": "sglang",
         "engine_version": engine_version(),
         "model_revision": spec.model.revision,
@@ -186,7 +187,7 @@ def _check(spec: RunSpec, facts: ModelFacts) -> None:
             value=spec.capture.dtype,
             fix="one of " + ", ".join(DTYPES),
         )
-    formats.direct(spec.capture.formats)
+    formats.of_run(spec.capture.formats)
     for field, name in (("profile", spec.profile), ("data.name", spec.data.name)):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
             raise BadInput(

@@ -13,12 +13,17 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from hsx_host import drafter, formats, proof, state, verify
+from hsx_host import convert, converted, drafter, formats, proof, state, verify
 from hsx_host.contract import ContractError, HandoffResult, RunSpec, decode
 from hsx_host.errors import BadInput, Refused, TryAgain
 from hsx_host.fingerprint import DatasetSemantics, opened
+from hsx_host.manifest import Published
 from hsx_host.shards import ShardFiles, shard_ids
 
+_FINALS = {
+    "before_norm": "before_norm: the residual stream behind the last block, before the final norm",
+    "after_norm": "after_norm: the residual stream behind the last block, after the final norm",
+}
 HELP = "write handoff.json for the trainer and for serving"
 
 
@@ -49,10 +54,10 @@ def run(spec: RunSpec, args: Namespace) -> HandoffResult:
             fix="extract the missing samples, then verify",
         )
     lines = found.published
-    form = formats.direct(meaning.formats)
+    form = formats.primary(meaning.formats)
     folder = dataset / form.FOLDER
-    form.side_files(folder, {row: line.tokens for row, line in lines.items()}, asdict(meaning))
-    folders = {form.NAME: str(folder)}
+    form.side_files(folder, convert.rows(dataset, form, converted.shape_of(meaning), lines.values()), asdict(meaning))
+    folders = {form.NAME: str(folder)} | _derived(spec, dataset, lines)
     result = HandoffResult(
         path=str(dataset / "handoff.json"),
         profile=spec.profile,
@@ -63,7 +68,7 @@ def run(spec: RunSpec, args: Namespace) -> HandoffResult:
         bytes=report.bytes,
         formats=folders,
         layers=meaning.layers,
-        final="before_norm: the residual stream behind the last block, before the final norm",
+        final=_FINALS[meaning.final],
         layer_ids=layer_ids(meaning.layers, meaning.architecture),
         norm={"kind": "RMSNorm", "eps": repr(meaning.norm_eps), "file": str(dataset / proof.NORM_FILE)},
         model={
@@ -79,6 +84,24 @@ def run(spec: RunSpec, args: Namespace) -> HandoffResult:
     )
     state.write_document(dataset / "handoff.json", result)
     return result
+
+
+def _derived(spec: RunSpec, dataset: Path, lines: dict[int, Published]) -> dict[str, str]:
+    """The run's other formats; Refused where one is not whole."""
+    found = {}
+    for form in formats.of_run(spec.capture.formats)[1:]:
+        folder = dataset / form.FOLDER
+        missing = converted.missing(folder, lines)
+        wrong = [f"{len(missing)} samples are missing"] if missing else list(converted.problems(folder, deep=False))
+        if wrong:
+            raise Refused(
+                f"the format {form.NAME} is not whole: " + "; ".join(wrong[:10]),
+                field="capture.formats",
+                value=folder,
+                fix="run convert: it makes what is missing",
+            )
+        found[form.NAME] = str(folder)
+    return found
 
 
 def layer_ids(layers: list[int], architecture: str) -> dict[str, list[int]]:

@@ -1,8 +1,9 @@
 """Read and validate the data file, cut shards, size them, and leave out what is already published.
 
-One streaming pass: memory holds one shard. Each shard's valid samples go to ``shards/<id>/input.safetensors``
-of the data set, where ``extract`` finds them; the plan itself goes to ``plan.json`` of both. A row's number
-is its line number, rejects included. With ``--dry-run`` nothing is written below the output root.
+One streaming pass: memory holds one shard, and the manifests. Each shard's valid samples go to
+``shards/<id>/input.safetensors`` of the data set, where ``extract`` finds them; the plan itself goes to ``plan.json``
+of both. A row's number is its line number, rejects included; published samples that stand in another row now are given
+its number. With ``--dry-run`` nothing is written below the output root.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
-from hsx_host import formats, handoff, pace, state, topup
+from hsx_host import converted, formats, handoff, pace, reuse, state, topup
 from hsx_host.contract import PlanResult, RunSpec, ShardPlan, encode
 from hsx_host.dataset import Reject, Sample, read_samples
 from hsx_host.errors import BadInput, Refused
@@ -50,8 +51,12 @@ class _Counts:
     duplicates: int = 0
     longest: int = 0
     top_ups: int = 0
+    replaced: list[str] = field(default_factory=list)  # identities that rows to do had before
     rejects: list[Reject] = field(default_factory=list)
     seen: set[bytes] = field(default_factory=set)
+    published: dict[bytes, Published] = field(default_factory=dict)  # by identity, in whatever row
+    moves: dict[int, Published] = field(default_factory=dict)  # by new row
+    standing: dict[int, Published] = field(default_factory=dict)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -100,7 +105,7 @@ def _pass(
     spec: RunSpec, meaning: DatasetSemantics, facts: ModelFacts, folder: Path, draft: Path | None
 ) -> tuple[_Counts, list[ShardPlan]]:
     """Stream the file once; inputs go to ``draft`` where one is given."""
-    counts = _Counts()
+    counts = _Counts(published=reuse.published(folder))
     shards: list[ShardPlan] = []
     shard: list[Sample] = []
     told = time.monotonic()
@@ -141,6 +146,8 @@ def _top_ups(
 def _keep(folder: Path, meaning: DatasetSemantics, draft: Path, counts: _Counts, result: PlanResult) -> None:
     """Give everything that the pass made its final name; ``plan.json`` last."""
     settle(folder, meaning, write=True)
+    if counts.moves:
+        reuse.move(folder, formats.primary(meaning.formats), meaning.shard_size, counts.moves)
     for file in sorted(draft.glob("*.safetensors")) if draft.is_dir() else []:
         files = ShardFiles(folder, int(file.stem))
         files.folder.mkdir(parents=True, exist_ok=True)
@@ -190,17 +197,24 @@ def _close(
     if lost:
         why = next((r.reason for r in counts.rejects if r.row == lost[0]), "the file ends before it")
         _lost(spec, f"row {lost[0]} is published, and the data file no longer has it: {why}")
-    todo = [s for s in samples if s.row not in lines or standing(folder, lines[s.row], s.hash)]
-    if spec.data.shards and shard not in spec.data.shards:
-        todo = []
-    else:
-        counts.done += len(samples) - len(todo)
-        if samples and draft:
-            write_input(draft / f"{shard:05d}.safetensors", pack(samples))
+    todo = []
+    in_scope = not spec.data.shards or shard in spec.data.shards
+    for s in samples:
+        if s.row in lines and not standing(folder, lines[s.row], s.hash):
+            counts.standing[s.row] = lines[s.row]
+            counts.done += in_scope
+        elif in_scope and s.hash in counts.published:
+            counts.moves[s.row] = counts.standing[s.row] = counts.published[s.hash]
+            counts.done += 1
+        elif in_scope:
+            todo.append(s)
+            if s.row in lines and lines[s.row].ids_hash != s.hash.hex():
+                counts.replaced.append(lines[s.row].ids_hash)
+    if in_scope and samples and draft:
+        write_input(draft / f"{shard:05d}.safetensors", pack(samples))
     known = failures(ShardFiles(folder, shard).failures)
     failed = [known[s.row] for s in todo if s.row in known]
-    form = formats.direct(meaning.formats)
-    shape = formats.Shape(meaning.planes, meaning.hidden_size, meaning.dtype)
+    shape = converted.shape_of(meaning)
     return ShardPlan(
         id=shard,
         name=shard_name(shard, spec.data.shard_size, first + size),
@@ -208,7 +222,7 @@ def _close(
         rows=size,
         todo=len(todo),
         tokens=sum(len(s.ids) for s in todo),
-        bytes=sum(form.file_bytes(len(s.ids), shape) for s in todo),
+        bytes=sum(f.file_bytes(len(s.ids), shape) for f in formats.of_run(spec.capture.formats) for s in todo),
         failed=len(failed),
         reasons=[f"row {f.index} after {f.tries} tries: {f.reason}" for f in failed[:_NAMED_FAILURES]],
     )
@@ -266,10 +280,23 @@ def _first(counts: _Counts) -> str:
     return "; ".join(f"row {r.row}: {r.reason}" for r in counts.rejects[:5])
 
 
+def _underived(spec: RunSpec, meaning: DatasetSemantics, folder: Path, counts: _Counts) -> tuple[int, int]:
+    """Published samples that a derived format of the run does not have yet, and the bytes that they take there."""
+    samples = size = 0
+    shape = converted.shape_of(meaning)
+    for form in formats.of_run(spec.capture.formats)[1:]:
+        have = newest(read_lines(folder / form.FOLDER / converted.SAMPLES, Published)[0])
+        missing = [line for row, line in counts.standing.items() if not converted.same_sample(have.get(row), line)]
+        samples += len(missing)
+        size += sum(form.file_bytes(line.tokens, shape) for line in missing)
+    return samples, size
+
+
 def _result(
     spec: RunSpec, meaning: DatasetSemantics, folder: Path, counts: _Counts, shards: list[ShardPlan]
 ) -> PlanResult:
     todo = [s for s in shards if s.todo]
+    derive, derive_bytes = _underived(spec, meaning, folder, counts)
     return PlanResult(
         dataset_id=meaning.dataset_id,
         dataset_dir=str(folder),
@@ -288,4 +315,8 @@ def _result(
         pace=pace.measured(spec),
         top_ups=counts.top_ups,
         handed_off=handoff.is_current(folder),
+        changed=sum(bytes.fromhex(known) not in counts.seen for known in counts.replaced),  # else it has moved
+        moved=len(counts.moves),
+        derive=derive,
+        derive_bytes=derive_bytes,
     )

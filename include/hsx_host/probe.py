@@ -70,10 +70,12 @@ def probe(spec: RunSpec, dataset: Path, meaning: DatasetSemantics, engine: Engin
     folder = dataset / "tmp" / "probe"
     shutil.rmtree(folder, ignore_errors=True)
     norm = proof.keep_norm(engine.spool, ready_norm_class(engine.spool), dataset)
-    form = formats.direct(meaning.formats)
+    form = formats.primary(meaning.formats)
     shape = formats.Shape(meaning.planes, meaning.hidden_size, meaning.dtype)
     client = Client(engine, form, shape, folder, spec.data.request_timeout_s)
-    matrix = _Matrix(client, form, shape, proof.NextToken(spec.model.path, norm, meaning.dtype), meaning.vocab_size)
+    matrix = _Matrix(
+        client, form, shape, proof.NextToken(spec.model.path, norm, meaning.dtype, meaning.final), meaning.vocab_size
+    )
     try:
         for length in lengths(spec, dataset, engine):
             matrix.case(f"length {length}", length, lambda n=length: matrix.alone(n))  # type: ignore[misc]

@@ -17,13 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hsx_host import formats
-from hsx_host.errors import Refused, TryAgain
+from hsx_host.errors import Refused
 from hsx_host.fingerprint import DatasetSemantics
-from hsx_host.head import Head, rounded, widen
+from hsx_host.head import Head, widen
+from hsx_host.layouts.fields import ITEM_BYTES
 from hsx_host.manifest import Published
+from hsx_host.norm import NORM_FILE, FinalNorm
 from hsx_host.state import write_whole
 
-NORM_FILE = "final_norm.safetensors"
+__all__ = ["NORM_FILE", "FinalNorm", "NextToken", "Verdict", "keep_norm", "prove_published", "seeded"]
+
 _BLOCK_BYTES = 16 << 20  # of the head as it is stored; its float32 copies are four times as much
 _PLAIN_NORMS = ("RMSNorm", "LlamaRMSNorm", "Qwen3RMSNorm")
 _STORED = {"bfloat16": "BF16", "float16": "F16"}
@@ -41,37 +44,17 @@ class Verdict:
 class NextToken:
     """Proves samples of one data set, without torch. Holds the norm's weight; the head is read block by block."""
 
-    def __init__(self, model_path: str, norm_file: Path, dtype: str = "bfloat16") -> None:
-        from safetensors import deserialize
-
-        try:
-            kept = dict(deserialize(norm_file.read_bytes()))
-            self._weight = widen(kept["weight"]["data"], kept["weight"]["dtype"])
-            self._eps = np.float32(np.frombuffer(kept["eps"]["data"], "<f8")[0])
-        except Exception as e:
-            raise TryAgain(f"the final norm can't be read: {e}", field=NORM_FILE, value=norm_file) from None
-        self._dtype = dtype
+    def __init__(self, model_path: str, norm_file: Path, dtype: str = "bfloat16", final: str = "before_norm") -> None:
+        self.norm = FinalNorm(norm_file, dtype)
+        self._final = final
         self.head = Head(Path(model_path))
 
     def normed(self, final: Any) -> Any:
-        """RMSNorm of a torch tensor [..., H], before the norm, rounded to the model's dtype (see ``norm_rows``)."""
-        import torch
-
-        return torch.from_numpy(self.norm_rows(final.float().numpy())).to(getattr(torch, self._dtype))
-
-    def norm_rows(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
-        """RMSNorm in float32, rounded to the model's dtype: x / sqrt(mean(x^2) + eps) * weight.
-
-        Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), formula 4 with eps under the root, as
-        Llama's models and SGLang's ``RMSNorm.forward_native`` have it.
-
-        :param x: float32 [..., H], before the norm.
-        """
-        scale = 1 / np.sqrt(np.square(x).mean(-1, keepdims=True, dtype=np.float32) + self._eps)
-        return rounded(x * scale * self._weight, self._dtype)
+        """The data set's final hidden state, a torch tensor [..., H], as the head takes it."""
+        return self.norm.apply(final) if self._final == "before_norm" else final
 
     def prove(self, last: Any, token: int) -> Verdict:
-        """``prove_rows`` of one row: a torch tensor [H], the final hidden state of the last token, before the norm."""
+        """``prove_rows`` of one row: a torch tensor [H], the final hidden state of the last token."""
         return self.prove_rows(last.float().numpy()[None], [token])[0]
 
     def prove_rows(self, last: NDArray[np.float32], tokens: Sequence[int]) -> list[Verdict]:
@@ -85,12 +68,13 @@ class NextToken:
         the normed row were each rounded to bf16 (at most 2^-9 of an element, and the server's kernel may norm before it
         rounds); such errors are independent, so they add as a root of squares; 4 is about five standard deviations.
 
-        :param last: float32 [k, H], the final hidden states of k samples' last tokens, before the norm. The head is
-            read once for all of them.
+        :param last: float32 [k, H], the final hidden states of k samples' last tokens, as the data set holds them. The
+            head is read once for all of them.
         """
         vocabulary = self.head.shape[0]
         sound = np.isfinite(last).all(-1) & last.any(-1)
-        h = self.norm_rows(np.where(sound[:, None], last, np.float32(1)))
+        h = np.where(sound[:, None], last, np.float32(1))
+        h = self.norm.rows(h) if self._final == "before_norm" else h
         best = np.full(len(last), -np.inf, np.float32)
         top = np.zeros(len(last), np.int64)
         step = max(1, _BLOCK_BYTES // self.head.row_bytes)
@@ -156,9 +140,9 @@ def prove_published(
     """Next-token proof of published samples: a sentence with the counts, and why by row that failed."""
     if not lines:
         return "0 of 0 next tokens", {}
-    form = formats.direct(meaning.formats)
+    form = formats.primary(meaning.formats)
     shape = formats.Shape(meaning.planes, meaning.hidden_size, meaning.dtype)
-    prover = NextToken(model_path, dataset / NORM_FILE, meaning.dtype)
+    prover = NextToken(model_path, dataset / NORM_FILE, meaning.dtype, meaning.final)
     problems: dict[int, str] = {}
     rows, whole = [], []
     for line in lines:
@@ -177,10 +161,10 @@ def prove_published(
     return f"{exact + tied} of {len(lines)} next tokens{ties}", problems
 
 
-def _last_row(path: Path, tokens: int, form: formats.DirectFormat, shape: formats.Shape) -> NDArray[np.float32]:
+def _last_row(path: Path, tokens: int, form: formats.Format, shape: formats.Shape) -> NDArray[np.float32]:
     """The final plane's last row, float32 [H]."""
-    offset, length = form.check(path, tokens, shape)[1][shape.planes[-1]]
-    size = length // tokens
+    final = form.planes(path, tokens, shape)[-1]
     with path.open("rb") as f:
-        data = os.pread(f.fileno(), size, offset + length - size)
+        size = shape.hidden_size * ITEM_BYTES[shape.dtype]
+        data = os.pread(f.fileno(), size, final.offset + (tokens - 1) * final.row_stride)
     return widen(data, _STORED[shape.dtype])

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CaptureSpec:
-    """``HSX_CAPTURE_SPEC`` names a file with this. Only requests whose rid begins with ``rid_prefix`` count."""
+    """``HSX_CAPTURE_SPEC`` names a file with this. Only requests whose rid begins with ``rid_prefix`` count.
+
+    ``final``: whether the final hidden state is taken ``before`` or ``after`` the final norm.
+    """
 
     plugin_id: str
     spool: str
@@ -22,6 +25,7 @@ class CaptureSpec:
     writers: int
     ring_bytes: int
     rid_prefix: str = "hsx-"
+    final: str = "before"
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ VERBS = {
     "extract": "extract",
     "verify": "verify",
     "convert": "convert",
+    "vocab": "vocab",
     "handoff": "handoff",
     "top-up": "topup",
     "training-check": "training_check",

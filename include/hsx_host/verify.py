@@ -7,15 +7,13 @@ on it. ``--deep`` also reads every byte against its checksum.
 
 from __future__ import annotations
 
-import os
-import zlib
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hsx_host import formats, proof, state
+from hsx_host import converted, formats, proof, state
 from hsx_host.contract import PlanResult, RunSpec, VerifyReport
 from hsx_host.errors import Refused, TryAgain
 from hsx_host.fingerprint import DatasetSemantics, opened
@@ -38,8 +36,6 @@ _NAMED = 20
 _MISSING, _FAILED, _NONE = "missing rows", "failed rows", "no sample is published"
 _READERS = 4
 WINDOW_ENDED = "--window-ended"
-_PIECE = 8 << 20
-_SIDE_FILES = {"sample_lengths.json", "data_config.json"}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -140,7 +136,7 @@ def check(
     :param partial: missing samples are counted, and are no problem: the window ended before they were asked for.
     """
     found = found or census(spec, dataset, whole=whole)
-    form = formats.direct(meaning.formats)
+    form = formats.primary(meaning.formats)
     shape = formats.Shape(meaning.planes, meaning.hidden_size, meaning.dtype)
     problems = [*found.wrong, *_strays(spec, dataset, form, meaning, found), *_lost_shards(spec, dataset, found)]
     lines = [found.published[row] for row in sorted(found.published)]
@@ -148,7 +144,7 @@ def check(
     tokens = size = 0
     damaged: dict[int, str] = {}
     with ThreadPoolExecutor(_READERS) as pool:  # zlib and reads release the interpreter's lock
-        results = pool.map(lambda line: _file_wrong(dataset, line, form, shape, deep), lines)
+        results = pool.map(lambda line: converted.file_wrong(dataset, line, form, shape, deep), lines)
         for done, (line, why) in enumerate(zip(lines, results, strict=True), start=1):
             if why:
                 damaged[line.index] = why
@@ -188,32 +184,8 @@ def _remember(dataset: Path, meaning: DatasetSemantics, found: Census, damaged: 
         note_damaged(ShardFiles(dataset, shard).manifest, [(found.published[row], damaged[row]) for row in rows])
 
 
-def _file_wrong(dataset: Path, line: Published, form: formats.DirectFormat, shape: formats.Shape, deep: bool) -> str:
-    path = dataset / line.file
-    try:
-        crcs, places = form.check(path, line.tokens, shape)
-        differing = sorted(name for name in places if crcs[name] != line.crc32.get(name))
-        if differing:
-            return f"its header has other checksums than the manifest for {', '.join(differing)}"
-        if deep:
-            with path.open("rb") as f:
-                for name, (offset, length) in places.items():
-                    if _crc(f.fileno(), offset, length) != line.crc32[name]:
-                        return f"{name} does not match its checksum"
-    except (OSError, ValueError) as e:
-        return str(e)
-    return ""
-
-
-def _crc(fd: int, offset: int, length: int) -> int:
-    crc = 0
-    for at in range(offset, offset + length, _PIECE):
-        crc = zlib.crc32(os.pread(fd, min(_PIECE, offset + length - at), at), crc)
-    return crc
-
-
 def _strays(
-    spec: RunSpec, dataset: Path, form: formats.DirectFormat, meaning: DatasetSemantics, found: Census
+    spec: RunSpec, dataset: Path, form: formats.Format, meaning: DatasetSemantics, found: Census
 ) -> Iterator[str]:
     """Files in the format's folder that no manifest names. Rows of shards out of scope belong to other runs."""
     for shard in shard_ids(dataset):
@@ -223,16 +195,15 @@ def _strays(
         for path in sorted(manifest.parent.iterdir()):
             if is_second_manifest(path) and path != damaged_path(manifest):
                 yield f"{path.relative_to(dataset)} stands beside the manifest"
-    folder = dataset / form.FOLDER
-    kept = {dataset / line.file for line in found.published.values()} | {folder / name for name in _SIDE_FILES}
+    folder, prefix = dataset / form.FOLDER, f"{form.FOLDER}/"
+    kept = {line.file.removeprefix(prefix) for line in found.published.values()}
     if spec.data.shards:
         for shard in shard_ids(dataset):
             if shard not in spec.data.shards:
                 first = shard * meaning.shard_size
-                kept |= {folder / form.file_name(row) for row in range(first, first + meaning.shard_size)}
-    for path in sorted(folder.rglob("*")) if folder.is_dir() else []:
-        if path.is_file() and path not in kept:
-            yield f"{path.relative_to(dataset)} is in no manifest"
+                kept |= {form.file_name(row) for row in range(first, first + meaning.shard_size)}
+    for name in converted.strays(folder, form, kept):
+        yield f"{prefix}{name} is in no manifest"
 
 
 def _lost_shards(spec: RunSpec, dataset: Path, found: Census) -> Iterator[str]:

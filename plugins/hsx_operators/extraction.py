@@ -159,6 +159,30 @@ class VerifyDatasetOperator(HostVerbOperator):
         return c.to_dict(document)
 
 
+class ConvertFormatsOperator(HostVerbOperator):
+    """Derives the run's other formats from the one that the capture wrote. Needs no server: production is up again."""
+
+    result_type = c.ConvertResult
+
+    def verb(self, context: Context) -> list[str]:
+        """``convert``, for all that the run's formats name."""
+        return ["convert"]
+
+    def result(self, document: c.ConvertResult, host: dict[str, Any], context: Context) -> Any:
+        """Tell each format's figures."""
+        for one in document.formats:
+            self.log.info(
+                "%s: %d samples (%d now), %s, %s in %s",
+                one.format,
+                one.samples,
+                one.written,
+                one.final.replace("_", " "),
+                human_bytes(one.bytes),
+                one.path,
+            )
+        return c.to_dict(document)
+
+
 class TrainingHandoffOperator(HostVerbOperator):
     """Writes ``handoff.json`` and updates the Asset ``hsx_hidden_states``, on which the training DAG is scheduled.
 

@@ -157,17 +157,21 @@ def tell_plan(document: c.PlanResult, ti: Any, log: Any) -> None:
     for line in document.rejects:
         log.warning("rejected: %s", line)
     log.info(
-        "%s: %d rows, %d valid, %d rejected, %d duplicates, %d done; to do: %d samples in %d shards, %s tokens, %s",
+        "%s: %d rows, %d valid, %d rejected, %d duplicates, %d done (%d of them moved to another row); "
+        "to do: %d samples (%d changed) in %d shards, %s tokens, %s; %d to derive in other formats",
         document.dataset_id,
         document.rows,
         document.valid,
         document.rejected,
         document.duplicates,
         document.done,
+        document.moved,
         document.todo,
+        document.changed,
         len(shards),
         f"{document.todo_tokens:,}",
         human_bytes(document.todo_bytes),
+        document.derive,
     )
     for shard in document.shards:
         if shard.failed:
@@ -234,10 +238,10 @@ HANDOFF_MISSED = "handoff_missed"
 class GateOperator(BaseOperator, SkipMixin):
     """Ends the run green where it is a dry run or nothing is left to do: the rest is skipped, production untouched.
 
-    Its XCom is the list of shards, over which ``extract`` is mapped. A hand-off that an earlier run has missed is made
-    up: then only the task that makes it is left.
+    Its XCom is the list of shards, over which ``extract`` is mapped. Where only other formats are left to derive, or an
+    earlier run has missed the hand-off, ``handoff_task_ids`` still run: they need no borrowed host.
 
-    :param handoff_task_id: that task; empty where a missed hand-off isn't made up.
+    :param handoff_task_ids: these tasks; empty where neither is made up for.
     :param run: plan's XCom ``run``.
     :param plan: plan's XCom ``plan``.
     :param shards: plan's XCom ``shards``.
@@ -249,11 +253,18 @@ class GateOperator(BaseOperator, SkipMixin):
     ui_color = "#f3e6c8"
 
     def __init__(
-        self, *, run: Any, plan: Any, shards: Any, disk: Any, handoff_task_id: str = "handoff", **kwargs: Any
+        self,
+        *,
+        run: Any,
+        plan: Any,
+        shards: Any,
+        disk: Any,
+        handoff_task_ids: Sequence[str] = ("convert", "handoff"),
+        **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.run, self.plan, self.shards, self.disk = run, plan, shards, disk
-        self.handoff_task_id = handoff_task_id
+        self.handoff_task_ids = tuple(handoff_task_ids)
 
     def execute(self, context: Context) -> list[dict[str, Any]]:
         """Skip everything downstream but the teardowns, or let it pass."""
@@ -264,18 +275,22 @@ class GateOperator(BaseOperator, SkipMixin):
         )
         foretold = foretell(self.run, plan, shards, self.disk)
         context["ti"].xcom_push(key=FORETOLD, value=foretold)
-        kept = ""
-        missed = not shards and plan["done"] and not plan["handed_off"] and not self.run["dry_run"]
-        if missed and self.handoff_task_id:
-            reason = (
-                f"Only the hand-off is missing: all {plan['done']:,} samples of {plan['dataset_id']} are published."
-            )
+        kept: tuple[str, ...] = ()
+        missed = not shards and plan["done"] and (plan["derive"] or not plan["handed_off"])
+        if missed and self.handoff_task_ids and not self.run["dry_run"]:
+            reason = f"all {plan['done']:,} samples of {plan['dataset_id']} are published."
+            if plan["derive"]:
+                reason = f"Nothing to extract, {plan['derive']:,} samples to derive in other formats: {reason}"
+            else:
+                reason = f"Only the hand-off is missing: {reason}"
             context["ti"].xcom_push(key=HANDOFF_MISSED, value=True)
-            kept = self.handoff_task_id
-        elif not shards:
+            kept = self.handoff_task_ids
+        elif not shards and not (plan["derive"] and self.run["dry_run"]):
             reason = f"Nothing to do: all {plan['done']:,} samples of {plan['dataset_id']} are published."
         elif self.run["dry_run"]:
-            reason = f"Dry run: would extract {what} into {plan['dataset_dir']}. {self.disk['text']}"
+            reason = f"Dry run: would extract {what} into {plan['dataset_dir']}"
+            reason += f", and derive {plan['derive']:,} in other formats" if plan["derive"] else ""
+            reason += f". {self.disk['text']}"
         else:
             self.log.info("To do: %s", what)
             return shards
@@ -285,6 +300,6 @@ class GateOperator(BaseOperator, SkipMixin):
         # The skip ends the task with an exception of Airflow's, so that a returned value would be lost.
         context["ti"].xcom_push(key=SKIPPED_BECAUSE, value=reason)
         behind = context["task"].get_flat_relatives(upstream=False)
-        rest = [t for t in behind if not t.is_teardown and t.task_id != kept]
+        rest = [t for t in behind if not t.is_teardown and t.task_id not in kept]
         self.skip(ti=context["ti"], tasks=rest)
         return []

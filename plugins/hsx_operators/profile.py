@@ -22,8 +22,8 @@ from hsx_operators.hosts import HOST_NAME, POOL, host_bodies, moved
 from hsx_operators.problems import path_of, problem
 from hsx_operators.trainers import Training
 
-#: Formats of a data set that ``extract`` writes.
-FORMATS = ("speculators_v1",)
+#: Formats of a data set: the modules of hsx_host.formats, which is not imported here (it belongs to the host).
+FORMATS = tuple(sorted(p.stem for p in (INCLUDE / "hsx_host" / "formats").glob("[a-z]*.py")))
 
 #: A time of day, "05:00".
 CLOCK = r"([01]\d|2[0-3]):[0-5]\d"
@@ -103,10 +103,13 @@ class Extraction(_Model):
 
 
 class Capture(_Model):
-    """Layers (k = what enters block k, from 0) and formats; the final hidden state is always captured."""
+    """Layers (k = what enters block k, from 0) and formats; the final hidden state is always captured.
+
+    The capture writes the first format; the others are derived from it.
+    """
 
     layers: list[Natural] = Field(min_length=1)
-    formats: list[Literal["speculators_v1"]] = Field(min_length=1)
+    formats: list[str] = Field(min_length=1)
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     writers: Positive = 4
     ring_bytes: Positive = 1 << 30
@@ -117,6 +120,15 @@ class Capture(_Model):
         if layers != sorted(set(layers)):
             raise ValueError("layers must ascend, each once")
         return layers
+
+    @field_validator("formats")
+    @classmethod
+    def _known(cls, formats: list[str]) -> list[str]:
+        if unknown := [name for name in formats if name not in FORMATS]:
+            raise ValueError(f"there is no format {unknown[0]!r}; known: {', '.join(FORMATS)}")
+        if len(set(formats)) != len(formats):
+            raise ValueError("each format once")
+        return formats
 
 
 class TopUp(_Model):

@@ -10,7 +10,7 @@ from typing import Any
 
 import extraction_host
 import pytest
-import speculators_env
+import trainer_env
 from extraction_host import LAYERS, Host
 
 LENGTHS = [19, 1, 64, 65, 130, 7, 40, 22]
@@ -81,7 +81,7 @@ def test_speculators_reads_every_sample(made: Host) -> None:
     folder, hidden = handoff["formats"]["speculators_v1"], 64
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [str(speculators_env.python()), "-c", READER, folder, str(MAX_LEN), str(hidden), str(len(LAYERS))],
+        [str(trainer_env.python("speculators-0.7")), "-c", READER, folder, str(MAX_LEN), str(hidden), str(len(LAYERS))],
         capture_output=True, text=True, env=env, cwd=made.root,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]

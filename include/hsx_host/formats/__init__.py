@@ -1,13 +1,14 @@
-"""The formats of a data set, by name. A format is one small module with the members of ``Format``.
+"""The formats of a data set, by name: each module of this package is one, with the members of ``Format``.
 
-A *direct* format is laid out before the capture and filled in place; any other is derived from a finished
-data set by ``convert``.
+The first format of a run is laid out before the capture and filled in place; others are derived from it by
+``convert``. A module says how a sample's file is called and laid out, which norm its trainer wants, and what its
+reader wants beside the samples; nothing else names a format, so that adding one is adding a module.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -16,9 +17,6 @@ from numpy.typing import NDArray
 
 from hsx_host.errors import BadInput
 from hsx_host.spool import Plane
-
-_MODULES = {"speculators_v1": "speculators_v1", "specforge": "specforge"}
-_DIRECT = ("speculators_v1",)
 
 
 @dataclass(frozen=True)
@@ -32,36 +30,35 @@ class Shape:
 
 @dataclass(frozen=True)
 class Laid:
-    """A file laid out and not yet filled: where rows go, its final size in bytes, and crc32 by data record so far."""
+    """A file laid out and not yet filled: where rows go, its final size in bytes, and crc32 of ids and mask.
+
+    ``crcs`` has ``input_ids`` and ``loss_mask``, both as little-endian int64.
+    """
 
     bytes: int
     planes: list[Plane]
     crcs: dict[str, int]
 
 
+@dataclass(frozen=True)
+class Row:
+    """One sample of a finished folder, for side files. ``read`` gives ids and mask, integers [tokens] each."""
+
+    row: int
+    tokens: int
+    read: Callable[[], tuple[NDArray[Any], NDArray[Any]]]
+
+
 class Format(Protocol):
-    """A derived format. ``NORM`` says whether its final hidden state is ``before`` or ``after`` the final norm."""
+    """One trainer's files. ``NORM``: whether its final hidden state is ``before`` or ``after`` the final norm.
+
+    ``SIDE``: patterns of what may lie in the folder beside the samples.
+    """
 
     NAME: str
     FOLDER: str
     NORM: str
-
-    def file_name(self, row: int) -> str:
-        """The file of a row, relative to the format's folder."""
-
-    def write(self, path: Path, sample: dict[str, Any], shape: Shape) -> None:
-        """Write one sample (``input_ids``, ``loss_mask`` long [n]; ``planes`` a list of [n, H]) to a new file."""
-
-    def side_files(self, folder: Path, lengths: dict[int, int], facts: dict[str, Any]) -> None:
-        """Write what the reader wants beside the samples. ``lengths``: tokens by row."""
-
-
-class DirectFormat(Protocol):
-    """A format that the capture fills in place."""
-
-    NAME: str
-    FOLDER: str
-    NORM: str
+    SIDE: tuple[str, ...]
 
     def file_name(self, row: int) -> str:
         """The file of a row, relative to the format's folder."""
@@ -72,41 +69,61 @@ class DirectFormat(Protocol):
     def lay_out(self, path: Path, ids: NDArray[Any], mask: NDArray[Any], shape: Shape) -> Laid:
         """Write everything but the hidden states, and leave holes of the exact size for them."""
 
-    def complete(self, path: Path, crcs: dict[str, int], shape: Shape) -> None:
-        """After the capture: put checksums (by plane, ``input_ids``, ``loss_mask``) where the format keeps them."""
+    def complete(self, path: Path, crcs: dict[str, int], shape: Shape) -> dict[str, int]:
+        """After the capture: put checksums where the format keeps them; the crc32 by data record, for the manifest.
+
+        :param crcs: by plane, ``input_ids`` and ``loss_mask``.
+        """
 
     def check(self, path: Path, tokens: int, shape: Shape) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
-        """The crc32 that the file's header holds, and (offset, bytes), by plane, ``input_ids`` and ``loss_mask``.
+        """The crc32 that the file's header holds, and (offset, bytes), by data record.
 
         Reads the header only. ValueError, saying why, where the file is not a sample of ``tokens`` tokens.
         """
 
+    def planes(self, path: Path, tokens: int, shape: Shape) -> list[Plane]:
+        """Where the rows of each plane lie in a whole file; reads the header only. ValueError as ``check``."""
+
     def load(self, path: Path, shape: Shape) -> dict[str, Any]:
-        """The sample, memory-mapped: ``input_ids``, ``loss_mask`` and ``planes``."""
+        """The sample, memory-mapped: ``input_ids``, ``loss_mask`` [n] and ``planes``, a list of [n, H]."""
 
-    def side_files(self, folder: Path, lengths: dict[int, int], facts: dict[str, Any]) -> None:
-        """Write what the reader wants beside the samples. ``lengths``: tokens by row."""
+    def side_files(self, folder: Path, rows: Iterable[Row], facts: dict[str, Any]) -> None:
+        """Write what the reader wants beside the samples. ``rows`` ascend; ``facts`` are dataset.json's."""
 
 
-def direct(names: Sequence[str]) -> DirectFormat:
-    """The one format that the capture writes; BadInput where the setting names another or several."""
-    if len(names) != 1 or names[0] not in _DIRECT:
+def names() -> list[str]:
+    """Every format that there is."""
+    return sorted(p.stem for p in Path(__file__).parent.glob("[a-z]*.py"))
+
+
+def get(name: str, field: str = "--format") -> Format:
+    """A format by its name; BadInput, naming ``field``, where there is none."""
+    if name not in names():
+        raise BadInput("no such format", field=field, value=name, fix="one of " + ", ".join(names()))
+    return cast(Format, importlib.import_module(f"hsx_host.formats.{name}"))
+
+
+def of_run(wanted: Sequence[str]) -> list[Format]:
+    """The formats of a run, the one that the capture writes first; BadInput where the setting can't be met."""
+    if not wanted or len(set(wanted)) != len(wanted):
         raise BadInput(
-            "the capture writes exactly one of " + ", ".join(_DIRECT),
+            "must name formats, each once",
             field="capture.formats",
-            value=list(names),
-            fix="name that one; other formats are made by convert",
+            value=list(wanted),
+            fix="one or several of " + ", ".join(names()) + "; the first is written by the capture",
         )
-    return cast(DirectFormat, _load(names[0]))
+    found = [get(name, "capture.formats") for name in wanted]
+    for other in found[1:]:
+        if found[0].NORM == "after" and other.NORM == "before":
+            raise BadInput(
+                f"{other.NAME} needs the final hidden state before the norm, {found[0].NAME} holds it after the norm",
+                field="capture.formats",
+                value=list(wanted),
+                fix=f"put {other.NAME} first: the other way is exact",
+            )
+    return found
 
 
-def derived(name: str) -> Format:
-    """A format that ``convert`` makes; BadInput for any other name."""
-    known = [n for n in _MODULES if n not in _DIRECT]
-    if name not in known:
-        raise BadInput("no such format", field="--format", value=name, fix="one of " + ", ".join(known))
-    return cast(Format, _load(name))
-
-
-def _load(name: str) -> Any:
-    return importlib.import_module(f"hsx_host.formats.{_MODULES[name]}")
+def primary(wanted: Sequence[str]) -> Format:
+    """The format that the capture writes."""
+    return of_run(wanted)[0]

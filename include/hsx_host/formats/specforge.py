@@ -1,20 +1,25 @@
 """SpecForge offline features: ``rows_<g>-<g+2000>/data_<row>.ckpt``, the final hidden state after the norm.
 
 A dict of ``input_ids`` long [n], ``loss_mask`` long [n], ``aux_hidden_state`` [1, n, L*H] and ``hidden_state``
-[1, n, H]. Source: SpecForge 0.2.0, scripts/prepare_hidden_states.py and specforge/data/preprocessing.py.
+[1, n, H]. Source: SpecForge 0.2.0, runtime/data_plane/offline_reader.py and algorithms/eagle3/data.py.
 """
 
 from __future__ import annotations
 
-import os
+import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hsx_host.formats import Shape
+from hsx_host.formats import Row, Shape
+from hsx_host.layouts.fields import Field, ids, mask
+from hsx_host.layouts.torchfile import Body, TorchFile
+from hsx_host.state import write_text
 
 NAME = "specforge"
 FOLDER = "specforge"
 NORM = "after"
+SIDE = ("data_config.json",)
 
 _ROWS_A_FOLDER = 2000
 
@@ -25,29 +30,22 @@ def file_name(row: int) -> str:
     return f"rows_{first}-{first + _ROWS_A_FOLDER}/data_{row}.ckpt"
 
 
-def write(path: Path, sample: dict[str, Any], shape: Shape) -> None:
-    """Write one sample. ``sample["planes"]``: [n, H] each, the last one after the norm; whole or not at all."""
-    import torch
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    body = {
-        "input_ids": sample["input_ids"].clone(),
-        "loss_mask": sample["loss_mask"].clone(),
-        "aux_hidden_state": torch.cat(sample["planes"][:-1], dim=-1).unsqueeze(0),
-        "hidden_state": sample["planes"][-1].unsqueeze(0).contiguous(),
+def _body(tokens: int, shape: Shape) -> Body:
+    aux, final = tuple(shape.planes[:-1]), shape.planes[-1]
+    return {
+        "input_ids": ids(tokens),
+        "loss_mask": mask(tokens),
+        "aux_hidden_state": Field("aux", (1, tokens, len(aux) * shape.hidden_size), shape.dtype, aux),
+        "hidden_state": Field(final, (1, tokens, shape.hidden_size), shape.dtype, (final,)),
     }
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as f:
-        torch.save(body, f)
-        f.flush()
-        os.fsync(f.fileno())
-    temporary.replace(path)
 
 
-def side_files(folder: Path, lengths: dict[int, int], facts: dict[str, Any]) -> None:
-    """SpecForge wants nothing beside the samples; ``dataset.json`` says what they hold."""
-    import json
+_FILES = TorchFile(_body)
+file_bytes, lay_out, complete, check, planes, load = (
+    _FILES.file_bytes, _FILES.lay_out, _FILES.complete, _FILES.check, _FILES.planes, _FILES.load,
+)  # fmt: skip
 
-    from hsx_host.state import write_text
 
-    write_text(folder / "dataset.json", json.dumps(facts, indent=2, sort_keys=True) + "\n")
+def side_files(folder: Path, rows: Iterable[Row], facts: dict[str, Any]) -> None:
+    """SpecForge wants nothing beside the samples; ``data_config.json`` tells people what they hold."""
+    write_text(folder / "data_config.json", json.dumps(facts, indent=2, sort_keys=True) + "\n")

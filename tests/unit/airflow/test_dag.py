@@ -45,9 +45,8 @@ def test_it_serializes(dag: DAG) -> None:
 def test_reads_like_the_runbook(dag: DAG) -> None:
     order = [
         "plan", "top_up", "disk_check", "gate", "approve_cleanup", "benchmark_before", *BORROWS, "extraction_healthy",
-        "probe",
-        "cleanup_old_states", "extract", "verify", "restore", "production_healthy", "benchmark_after", "handoff",
-        "verdict",
+        "probe", "cleanup_old_states", "extract", "verify", "restore", "production_healthy", "benchmark_after",
+        "convert", "handoff", "verdict",
     ]  # fmt: skip
     assert sorted(dag.task_ids) == sorted(order)
     for first, second in itertools.pairwise(order):
@@ -83,7 +82,7 @@ def test_the_host_is_given_back_whatever_happens(dag: DAG) -> None:
     assert verdict.on_failure_fail_dagrun
     assert not verdict.downstream_task_ids
     # all that may still run after the restore is waited for, so that the verdict is the last word
-    assert verdict.upstream_task_ids == {"restore", "production_healthy", "benchmark_after", "handoff"}
+    assert verdict.upstream_task_ids == {"restore", "production_healthy", "benchmark_after", "convert", "handoff"}
 
 
 def test_nothing_is_deleted_before_the_probe_and_approval_never_holds_the_host(dag: DAG) -> None:

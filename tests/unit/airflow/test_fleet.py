@@ -106,7 +106,7 @@ def dag(folder: Path) -> DAG:
 
 def test_a_profile_of_several_hosts_has_a_dag_with_a_group_a_host(dag: DAG) -> None:
     groups = ["gpu1.", "gpu2.", "take_over.gpu1.", "take_over.gpu2."]
-    around = ["plan", "top_up", "disk_check", "gate", "approve_cleanup", "reassign", "handoff", "verdict"]
+    around = ["plan", "top_up", "disk_check", "gate", "approve_cleanup", "reassign", "convert", "handoff", "verdict"]
     assert sorted(dag.task_ids) == sorted([*around, *(f"{g}{s}" for g in groups for s in STEPS)])
     assert len(DagSerialization.to_dict(dag)["dag"]["tasks"]) == len(dag.tasks)
     assert dag.params["profile"] == "fleet"
@@ -122,7 +122,7 @@ def test_a_profile_of_several_hosts_has_a_dag_with_a_group_a_host(dag: DAG) -> N
 def test_one_hosts_trouble_reaches_no_other_group(dag: DAG) -> None:
     mine = {t.task_id for t in dag.get_task("gpu1.acquire").get_flat_relatives(upstream=False)}
     assert not any(name.startswith("gpu2.") for name in mine)
-    for name in ("reassign", "handoff"):
+    for name in ("reassign", "convert"):
         assert dag.get_task(name).trigger_rule == TriggerRule.ALL_DONE_MIN_ONE_SUCCESS
     assert {"gpu1.restore", "gpu2.restore"} < dag.get_task("reassign").upstream_task_ids
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parents[3]
+# SGLang brings them along; each is imported only where it is used, so that verbs that don't need it start at once.
+LAZY = {"torch", "datasets", "pyarrow", "transformers", "zstandard"}
 ROOMS = {
     "dags": {"airflow", "hsx_operators"},
     "plugins/hsx_operators": {"airflow", "paramiko", "asyncssh", "pydantic", "pydantic_core", "yaml", "croniter",
                               "hsx_operators", "hsx_host"},
-    # transformers: lazily, for prompts as text; SGLang brings it
     "plugins/hsx_page": {"airflow", "fastapi", "sqlalchemy", "hsx_operators", "hsx_page"},
-    "include/hsx_host": {"requests", "numpy", "safetensors", "torch", "psutil", "xxhash", "transformers", "hsx_host"},
+    "include/hsx_host": {"requests", "numpy", "safetensors", "torch", "psutil", "xxhash", "hsx_host", *LAZY},
     "include/hsx_train": {"torch", "numpy", "transformers", "speculators"},
     # numpy to psutil: what torch and SGLang bring with them; nothing is installed for the patches
     "include/patches": {"torch", "sglang", "numpy", "safetensors", "packaging", "psutil", "hsx_capture", "hsx_cpu"},
@@ -44,6 +45,18 @@ def test_a_room_imports_only_what_it_may(room: str) -> None:
         if (top := name.split(".")[0]) not in ROOMS[room] and top not in sys.stdlib_module_names
     ]
     assert strangers == []
+
+
+def test_the_host_imports_heavy_libraries_only_inside_functions() -> None:
+    at_once = [
+        f"{path.relative_to(REPO)}:{node.lineno}"
+        for path in sorted((REPO / "include/hsx_host").rglob("*.py"))
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""])
+        if name.split(".")[0] in LAZY
+    ]
+    assert at_once == []
 
 
 def test_operators_and_host_share_the_contract_alone() -> None:

@@ -188,14 +188,21 @@ def test_a_top_up_that_is_off_hands_the_plan_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("done", "handed_off", "dry_run", "kept"),
-    [(9, False, False, True), (9, True, False, False), (0, False, False, False), (9, False, True, False)],
+    ("done", "handed_off", "dry_run", "derive", "kept"),
+    [
+        (9, False, False, 0, True),
+        (9, True, False, 0, False),
+        (0, False, False, 0, False),
+        (9, False, True, 0, False),
+        (9, True, False, 3, True),
+        (9, True, True, 3, False),
+    ],
 )
 def test_the_gate_keeps_a_missed_hand_off(
-    monkeypatch: pytest.MonkeyPatch, done: int, handed_off: bool, dry_run: bool, kept: bool
+    monkeypatch: pytest.MonkeyPatch, done: int, handed_off: bool, dry_run: bool, derive: int, kept: bool
 ) -> None:
     plan = {"todo": 0, "todo_tokens": 0, "todo_bytes": 0, "done": done, "dataset_id": "d", "handed_off": handed_off,
-            "dataset_dir": "/d"}  # fmt: skip
+            "dataset_dir": "/d", "derive": derive}  # fmt: skip
     disk = {"text": "", "verdict": "fits", "old_states": [], "needed_bytes": 0, "free_bytes": 1, "reserve_bytes": 0}
     with DAG("d"):
         gate = GateOperator(
@@ -210,7 +217,8 @@ def test_the_gate_keeps_a_missed_hand_off(
     assert gate.execute(context) == []
     assert sorted(skipped) == (["other"] if kept else ["handoff", "other"])
     assert ti.pushed.get(HANDOFF_MISSED, False) is kept
-    assert ("hand-off is missing" in ti.pushed[SKIPPED_BECAUSE]) is kept
+    assert ("hand-off is missing" in ti.pushed[SKIPPED_BECAUSE]) is (kept and not derive)
+    assert ("3 samples to derive" in ti.pushed[SKIPPED_BECAUSE]) is (kept and derive == 3)
 
 
 def test_a_hand_off_runs_behind_a_verify_or_a_missed_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,14 @@ def make_model(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def make_spec(root: Path, data: Path, *, layers: Iterable[int] = (1, 3, 6), **settings: Any) -> c.RunSpec:
+def make_spec(
+    root: Path,
+    data: Path,
+    *,
+    layers: Iterable[int] = (1, 3, 6),
+    formats: Iterable[str] = ("speculators_v1",),
+    **settings: Any,
+) -> c.RunSpec:
     """A spec whose model and data are ``make_model``'s and a file; ``settings`` go to DataSettings."""
     model = root / "model"
     if not model.exists():
@@ -49,7 +56,7 @@ def make_spec(root: Path, data: Path, *, layers: Iterable[int] = (1, 3, 6), **se
         run_id="unit", profile="tiny", manager="process",
         host=c.HostSettings(sys.executable, str(root / "home"), str(root / "out")),
         production=server, extraction=server, model=c.ModelSettings(str(model), "r1"),
-        capture=c.CaptureSettings(list(layers), ["speculators_v1"]),
+        capture=c.CaptureSettings(list(layers), list(formats)),
         data=c.DataSettings(path=str(data), name=name, **values),
         benchmark=c.BenchmarkSettings(False, {}), cleanup=c.CleanupSettings(),
     )  # fmt: skip
@@ -76,7 +83,9 @@ def samples(count: int, first: int = 5) -> list[str]:
 def states(tokens: int, seed: int = 0) -> list[torch.Tensor]:
     """Random planes, [tokens, HIDDEN] bf16 each."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(tokens, HIDDEN, generator=generator).bfloat16() for _ in PLANES]
+    planes = [torch.randn(tokens, HIDDEN, generator=generator) for _ in PLANES]
+    planes[-1] *= 1 + 3 * torch.rand(tokens, 1, generator=generator)  # before a norm, rows have lengths of their own
+    return [plane.bfloat16() for plane in planes]
 
 
 def fill(path: Path, laid: formats.Laid, planes: list[torch.Tensor]) -> dict[str, int]:
@@ -96,13 +105,13 @@ def fill(path: Path, laid: formats.Laid, planes: list[torch.Tensor]) -> dict[str
     return crcs
 
 
-def sample_file(path: Path, ids: Any, mask: Any, planes: list[torch.Tensor]) -> dict[str, int]:
-    """A whole v1 file as an extraction leaves it; its checksums."""
+def sample_file(path: Path, ids: Any, mask: Any, planes: list[torch.Tensor], form: Any = v1) -> dict[str, int]:
+    """A whole file as an extraction leaves it; its checksums."""
     ids, mask = np.asarray(ids, np.int32), np.asarray(mask, np.uint8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    crcs = fill(path, v1.lay_out(path, ids, mask, SHAPE), planes)
-    v1.complete(path, crcs, SHAPE)
-    return crcs
+    crcs = fill(path, form.lay_out(path, ids, mask, SHAPE), planes)
+    found: dict[str, int] = form.complete(path, crcs, SHAPE)
+    return found
 
 
 def publish(spec: c.RunSpec, rows: Iterable[int] | None = None) -> Path:
@@ -113,10 +122,12 @@ def publish(spec: c.RunSpec, rows: Iterable[int] | None = None) -> Path:
     from hsx_host.manifest import Ledger, Published
     from hsx_host.shards import ShardFiles, read_input, shard_ids
 
-    dataset, _ = fingerprint.opened(spec)
-    norm = {"weight": torch.ones(HIDDEN).bfloat16(), "eps": torch.tensor([1e-5], dtype=torch.float64)}
+    dataset, meaning = fingerprint.opened(spec)
+    form = formats.primary(meaning.formats)
+    weight = 1 + 0.3 * torch.randn(HIDDEN, generator=torch.Generator().manual_seed(7))
+    norm = {"weight": weight.bfloat16(), "eps": torch.tensor([1e-5], dtype=torch.float64)}
     save_file(norm, dataset / proof.NORM_FILE)
-    prover = proof.NextToken(spec.model.path, dataset / proof.NORM_FILE)
+    prover = proof.NextToken(spec.model.path, dataset / proof.NORM_FILE, final=meaning.final)
     head = torch.from_numpy(prover.head.rows(0, prover.head.shape[0]))
     for shard in shard_ids(dataset):
         files = ShardFiles(dataset, shard)
@@ -127,12 +138,15 @@ def publish(spec: c.RunSpec, rows: Iterable[int] | None = None) -> Path:
             if rows is not None and one.row not in rows:
                 continue
             planes = states(len(one.ids), one.row)
-            path = dataset / "v1" / v1.file_name(one.row)
-            crcs = sample_file(path, one.ids, one.mask, planes)
+            if meaning.final == "after_norm":
+                planes[-1] = prover.norm.apply(planes[-1])
+            name = f"{form.FOLDER}/{form.file_name(one.row)}"
+            path = dataset / name
+            crcs = sample_file(path, one.ids, one.mask, planes, form)
             token = int((head @ prover.normed(planes[-1][-1]).float()).argmax())
             size = path.stat().st_size
             ledger.append(
-                Published(one.row, len(one.ids), f"v1/{path.name}", size, one.hash.hex(), crcs, token, "hsx-x", 1.0)
+                Published(one.row, len(one.ids), name, size, one.hash.hex(), crcs, token, f"hsx-{one.row}", 1.0)
             )
         ledger.close()
     return dataset

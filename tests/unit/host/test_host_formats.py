@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from hsx_host import formats
+from hsx_host import fill, formats
 from hsx_host.errors import BadInput
 from hsx_host.formats import Shape, specforge
 from hsx_host.formats import speculators_v1 as v1
-from hsx_host.formats.torchzip import records
+from hsx_host.layouts.torchzip import records
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 31, 32, 33, 255, 256, 257])
@@ -67,7 +67,7 @@ def test_files_beyond_four_gib_are_zip64(tmp_path: Path, tokens: int) -> None:
     path = tmp_path / "x.part"
     laid = v1.lay_out(path, np.zeros(tokens, np.int32), np.ones(tokens, np.uint8), shape)
     assert path.stat().st_size == laid.bytes > 1 << 32
-    v1.complete(path, laid.crcs, shape)
+    v1.complete(path, laid.crcs | dict.fromkeys(shape.planes, 0), shape)
     crcs, places = v1.check(path, tokens, shape)
     assert {n: crcs[n] for n in laid.crcs} == laid.crcs
     assert [places[p.name][0] for p in laid.planes] == [p.offset for p in laid.planes]
@@ -132,7 +132,8 @@ def test_check_finds_missing_planes(tmp_path: Path) -> None:
 
 
 def test_side_files_are_complete_and_have_string_keys(tmp_path: Path) -> None:
-    v1.side_files(tmp_path, {10: 7, 2: 5}, {"layers": [1]})
+    rows = [formats.Row(row, n, lambda: (np.zeros(1), np.zeros(1))) for row, n in ((2, 5), (10, 7))]
+    v1.side_files(tmp_path, rows, {"layers": [1]})
     assert json.loads((tmp_path / "sample_lengths.json").read_text()) == {"2": 5, "10": 7}
     assert json.loads((tmp_path / "data_config.json").read_text()) == {"layers": [1]}
     assert not [p for p in tmp_path.iterdir() if p.name.endswith("pt")]
@@ -143,7 +144,7 @@ def test_specforge_file(tmp_path: Path) -> None:
     sample = {"input_ids": torch.arange(6), "loss_mask": torch.ones(6, dtype=torch.long), "planes": planes}
     path = tmp_path / specforge.file_name(4321)
     assert path == tmp_path / "rows_4000-6000/data_4321.ckpt"
-    specforge.write(path, sample, h.SHAPE)
+    fill.write_sample(specforge, path, sample, h.SHAPE)  # type: ignore[arg-type]
     body = torch.load(path, weights_only=True)
     assert body["aux_hidden_state"].shape == (1, 6, 3 * h.HIDDEN)
     assert torch.equal(body["aux_hidden_state"][0, :, h.HIDDEN : 2 * h.HIDDEN], planes[1])
@@ -153,12 +154,15 @@ def test_specforge_file(tmp_path: Path) -> None:
 
 
 def test_settings_name_what_can_be_made() -> None:
-    with h.refuses(BadInput, "capture.formats", "speculators_v1"):
-        formats.direct(["specforge"])
-    with h.refuses(BadInput, "capture.formats"):
-        formats.direct(["speculators_v1", "speculators_v1"])
-    with h.refuses(BadInput, "--format", "specforge"):
-        formats.derived("speculators_v1")
+    assert formats.names() == ["modelopt", "specforge", "speculators", "speculators_v1"]
+    for name in formats.names():
+        assert formats.get(name).NAME == name == formats.primary([name]).NAME
+    for wrong in ([], ["speculators_v1", "speculators_v1"], ["csv"]):
+        with h.refuses(BadInput, "capture.formats", "speculators_v1"):
+            formats.primary(wrong)
+    with h.refuses(BadInput, "capture.formats", "put speculators first"):
+        formats.of_run(["specforge", "speculators"])
+    assert [f.NAME for f in formats.of_run(["speculators", "specforge"])] == ["speculators", "specforge"]
 
 
 def test_importing_the_registry_is_light() -> None:

@@ -148,6 +148,76 @@ def test_changed_and_added_rows_are_to_do(tmp_path: Path) -> None:
     h.write_lines(Path(spec.data.path), lines)
     result = run(spec)
     assert [(s.id, s.todo) for s in result.shards] == [(0, 1), (1, 1)]
+    assert (result.todo, result.changed, result.moved) == (2, 1, 0)
+
+
+def test_an_inserted_line_moves_files_and_extracts_one_sample(tmp_path: Path) -> None:
+    from hsx_host import verify
+    from hsx_host.manifest import Published, newest, read_lines
+
+    spec, _ = planned(tmp_path, h.samples(10), proof_samples=20)
+    dataset = h.publish(spec)
+    before = {row: (dataset / f"v1/data_{row}.pt").read_bytes() for row in range(10)}
+    lines = [*h.samples(10)[:3], h.line([9, 9]), *h.samples(10)[3:]]
+    h.write_lines(Path(spec.data.path), lines)
+    dry = run(spec, dry_run=True)
+    result = run(spec)
+    assert result == dry
+    assert (result.todo, result.moved, result.done, result.changed) == (1, 7, 10, 0)
+    assert [(s.id, s.todo) for s in result.shards] == [(0, 1)]
+    for row in range(3, 10):
+        assert (dataset / f"v1/data_{row + 1}.pt").read_bytes() == before[row]
+    published = {}
+    for shard in shard_ids(dataset):
+        published |= newest(read_lines(ShardFiles(dataset, shard).manifest, Published)[0])
+    assert sorted(published) == list(range(11)), "row 3 keeps its old file until it is replaced"
+    again = run(spec)
+    assert (again.todo, again.moved, again.done) == (1, 0, 10)
+    (dataset / "v1/data_3.pt").unlink()
+    h.publish(spec, rows=[3])
+    report = verify.run(spec, Namespace(deep=True, shard=None, window_ended=False))
+    assert (report.ok, report.samples, report.proved) == (True, 11, 11)
+    assert not (dataset / "tmp").exists() or not list((dataset / "tmp").rglob("*"))
+
+
+def test_swapped_and_repeated_rows_are_moved_too(tmp_path: Path) -> None:
+    spec, _ = planned(tmp_path, h.samples(6))
+    dataset = h.publish(spec)
+    lines = h.samples(6)
+    lines[0], lines[5] = lines[5], lines[0]
+    h.write_lines(Path(spec.data.path), [*lines, lines[2], h.line([7])])
+    result = run(spec)
+    assert (result.todo, result.moved, result.changed, result.duplicates) == (1, 3, 0, 1)
+    for row, line in enumerate([*lines, lines[2]]):
+        body = v1.load(dataset / f"v1/data_{row}.pt", h.SHAPE)
+        assert body["input_ids"].tolist() == json.loads(line)["input_ids"]
+
+
+def test_a_move_without_hard_links_copies(tmp_path: Path, monkeypatch: Any) -> None:
+    import os
+
+    spec, _ = planned(tmp_path, h.samples(4))
+    dataset = h.publish(spec)
+
+    def none(*names: Any, **options: Any) -> None:
+        raise OSError("no hard links here")
+
+    monkeypatch.setattr(os, "link", none)
+    h.write_lines(Path(spec.data.path), [h.line([7]), *h.samples(4)])
+    assert run(spec).moved == 4
+    assert v1.load(dataset / "v1/data_4.pt", h.SHAPE)["input_ids"].tolist() == json.loads(h.samples(4)[3])["input_ids"]
+
+
+def test_a_shard_that_is_being_extracted_is_not_moved_under(tmp_path: Path) -> None:
+    from hsx_host import state
+
+    spec, _ = planned(tmp_path, h.samples(5))
+    dataset = h.publish(spec)
+    h.write_lines(Path(spec.data.path), [h.line([7]), *h.samples(5)])
+    before = tree(dataset / "v1")
+    with state.locked(ShardFiles(dataset, 1).lock, wait_s=0, what="x"), h.refuses(TryAgain, "lock", "shard 00001"):
+        run(spec)
+    assert tree(dataset / "v1") == before
 
 
 def test_fewer_rows_are_refused_and_the_old_plan_stays(tmp_path: Path) -> None:

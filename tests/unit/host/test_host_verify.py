@@ -1,4 +1,4 @@
-"""The proof, verify, handoff and convert, on data sets with every kind of fault."""
+"""The proof, verify and handoff, on data sets with every kind of fault."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from hsx_host import contract as c
-from hsx_host import convert, extract, handoff, plan, proof, verify
+from hsx_host import extract, handoff, plan, proof, verify
 from hsx_host.errors import BadInput, Refused, TryAgain
 from hsx_host.head import find_head
 from hsx_host.manifest import Failed, Ledger, Published, read_lines, rewrite
@@ -347,54 +347,3 @@ def test_manifest_hash_changes_with_a_sample(made: tuple[c.RunSpec, Path]) -> No
     before = handoff.manifest_sha256(dataset)
     republish(dataset, 2, h.states(7, seed=50))
     assert handoff.manifest_sha256(dataset) != before
-
-
-def arguments(**changes: Any) -> Namespace:
-    return Namespace(**{"format": "specforge", "out": "", "shards": "", "limit": 0, **changes})
-
-
-def test_convert_norms_the_final(made: tuple[c.RunSpec, Path], tmp_path: Path) -> None:
-    spec, dataset = made
-    result = convert.run(spec, arguments(out=str(tmp_path / "sf")))
-    assert result.samples == 10
-    ours = proof.NextToken(spec.model.path, dataset / proof.NORM_FILE)
-    for row in range(10):
-        body = torch.load(tmp_path / f"sf/rows_0-2000/data_{row}.ckpt", weights_only=True)
-        source = torch.load(dataset / f"v1/data_{row}.pt", weights_only=True)
-        assert torch.equal(body["hidden_state"][0], ours.normed(source["hidden_states"][-1]))
-        assert torch.equal(body["aux_hidden_state"][0], torch.cat(source["hidden_states"][:-1], -1))
-        assert torch.equal(body["input_ids"], source["input_ids"])
-        assert torch.equal(body["loss_mask"], source["loss_mask"])
-    facts = json.loads((tmp_path / "sf/dataset.json").read_text())
-    assert facts["final"] == "after_norm"
-
-
-def test_convert_goes_on_and_takes_a_part(made: tuple[c.RunSpec, Path], tmp_path: Path) -> None:
-    spec, _ = made
-    out = tmp_path / "sf"
-    assert convert.run(spec, arguments(out=str(out), shards="2", limit=1)).samples == 1
-    (one,) = out.rglob("*.ckpt")
-    assert one.name == "data_8.ckpt"
-    stamp = one.stat().st_mtime_ns
-    assert convert.run(spec, arguments(out=str(out))).samples == 10
-    assert one.stat().st_mtime_ns == stamp
-
-
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        ({"format": "nope"}, "--format"),
-        ({"shards": "x"}, "--shards"),
-        ({"shards": "9"}, "--shards"),
-        ({"out": "v1/x"}, "--out"),
-    ],
-)
-def test_convert_bad_arguments(
-    made: tuple[c.RunSpec, Path], tmp_path: Path, change: dict[str, Any], field: str
-) -> None:
-    spec, dataset = made
-    values = {"out": str(tmp_path / "sf"), **change}
-    if field == "--out":
-        values["out"] = str(dataset / values["out"])
-    with h.refuses(BadInput, field):
-        convert.run(spec, arguments(**values))

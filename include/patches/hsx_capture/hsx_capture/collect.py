@@ -74,6 +74,8 @@ class Collector:
         try:
             parts = self._account(rids, mine, logits_metadata)
             if parts:
+                if self._spec.final == "after" and final is not None:
+                    final = hidden_states  # what the head is about to see
                 self._pass_on(parts, self._sources(aux_hidden_states, final, input_ids, logits_metadata), input_ids)
         except Exception as e:
             log.exception("a batch was not captured")

@@ -25,7 +25,10 @@ class SpecError(ValueError):
 
 @dataclass(frozen=True)
 class CaptureSpec:
-    """What ``HSX_CAPTURE_SPEC`` names: what to capture of which model, and where the spool is."""
+    """What ``HSX_CAPTURE_SPEC`` names: what to capture of which model, and where the spool is.
+
+    ``final``: whether the final hidden state is taken ``before`` or ``after`` the final norm.
+    """
 
     plugin_id: str
     spool: str
@@ -36,6 +39,11 @@ class CaptureSpec:
     writers: int
     ring_bytes: int
     rid_prefix: str = "hsx-"
+    final: str = "before"
+
+    def __post_init__(self) -> None:
+        if self.final not in ("before", "after"):
+            raise SpecError(f"CaptureSpec.final: {self.final!r}, expected before or after")
 
 
 @dataclass(frozen=True)

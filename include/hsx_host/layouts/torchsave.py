@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hsx_host.layouts.fields import ITEM_BYTES
+
 _ALIGN = 64
 _ARCHIVE = "archive"
 _32 = 0xFFFFFFFF
@@ -27,7 +29,6 @@ _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
 _END = struct.Struct("<4s4H2IH")
 STORAGES = {"int64": "LongStorage", "bfloat16": "BFloat16Storage", "float16": "HalfStorage"}
-ITEM_BYTES = {"int64": 8, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,11 @@ class Skeleton:
             os.close(fd)
 
 
-def skeleton(body: Mapping[str, Tensor | Sequence[Tensor]]) -> Skeleton:
-    """The file that ``torch.save`` would make of a dict of tensors and lists of tensors, in the order of its keys."""
+Value = Tensor | Sequence[Tensor] | str | bool
+
+
+def skeleton(body: Mapping[str, Value]) -> Skeleton:
+    """The file that ``torch.save`` would make of a dict of tensors, lists of them, texts and flags, in its order."""
     pickled, tensors = _pickle(body)
     records: list[tuple[str, int, bytes | None]] = [("data.pkl", len(pickled), pickled), ("byteorder", 6, b"little")]
     records += [(f"data/{i}", tensor.bytes, None) for i, tensor in enumerate(tensors)]
@@ -107,7 +111,7 @@ def _entry(name: bytes, crc: int, size: int, at: int) -> bytes:
     return _CENTRAL.pack(*head) + name + extra
 
 
-def _pickle(body: Mapping[str, Tensor | Sequence[Tensor]]) -> tuple[bytes, list[Tensor]]:
+def _pickle(body: Mapping[str, Value]) -> tuple[bytes, list[Tensor]]:
     """The pickle, and the tensors in the order of their storages' keys."""
     tensors: list[Tensor] = []
 
@@ -118,7 +122,14 @@ def _pickle(body: Mapping[str, Tensor | Sequence[Tensor]]) -> tuple[bytes, list[
     out = b"\x80\x02}("
     for key, value in body.items():
         out += _text(key)
-        out += one(value) if isinstance(value, Tensor) else b"](" + b"".join(one(t) for t in value) + b"e"
+        if isinstance(value, Tensor):
+            out += one(value)
+        elif isinstance(value, bool):
+            out += b"\x88" if value else b"\x89"
+        elif isinstance(value, str):
+            out += _text(value)
+        else:
+            out += b"](" + b"".join(one(t) for t in value) + b"e"
     return out + b"u.", tensors
 
 

@@ -1,0 +1,134 @@
+"""A folder that ``convert`` made: ``hsx.json`` says what it means, ``hsx-samples.jsonl`` is its manifest.
+
+It stands by itself: the final norm lies in it too, so that it can be moved, checked and converted again without the
+data set that it came from.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hsx_host import formats
+from hsx_host.errors import BadInput
+from hsx_host.fingerprint import DatasetSemantics
+from hsx_host.layouts.torchfile import crc_of
+from hsx_host.manifest import Published, newest, read_lines
+from hsx_host.norm import NORM_FILE
+from hsx_host.state import read_document
+
+MEANING, SAMPLES = "hsx.json", "hsx-samples.jsonl"
+OWN_FILES = (MEANING, SAMPLES, NORM_FILE, ".lock")
+
+
+@dataclass(frozen=True)
+class ConvertedSet:
+    """``hsx.json``. ``final``: before_norm or after_norm; ``approximate``: a norm was undone on the way here."""
+
+    format: str
+    final: str
+    approximate: bool
+    source: str
+    meaning: DatasetSemantics
+
+
+@dataclass(frozen=True)
+class Collection:
+    """Samples in one format, wherever they lie: ``base / line.file`` is a sample's file."""
+
+    base: Path
+    form: formats.Format
+    shape: formats.Shape
+    meaning: DatasetSemantics
+    approximate: bool
+    norm_file: Path
+    lines: dict[int, Published]
+
+    @property
+    def final(self) -> str:
+        """before_norm or after_norm."""
+        return self.meaning.final
+
+
+def shape_of(meaning: DatasetSemantics) -> formats.Shape:
+    """What every sample of a data set has in common."""
+    return formats.Shape(meaning.planes, meaning.hidden_size, meaning.dtype)
+
+
+def opened(folder: Path, field: str = "--source") -> Collection:
+    """A converted folder; BadInput where it is none."""
+    found = read_document(ConvertedSet, folder / MEANING)
+    if found is None:
+        raise BadInput(
+            "not a folder that convert made", field=field, value=folder, fix=f"give a folder that holds {MEANING}"
+        )
+    meaning = replace(found.meaning, final=found.final, formats=[found.format])
+    return Collection(
+        folder, formats.get(found.format, field), shape_of(meaning), meaning, found.approximate,
+        folder / NORM_FILE, newest(read_lines(folder / SAMPLES, Published)[0]),
+    )  # fmt: skip
+
+
+def same_sample(have: Published | None, line: Published) -> bool:
+    """Whether a converted sample was made of this very line of the data set."""
+    return have is not None and (have.ids_hash, have.rid, have.time) == (line.ids_hash, line.rid, line.time)
+
+
+def missing(folder: Path, lines: dict[int, Published]) -> list[int]:
+    """Rows of a data set that a converted folder lacks, or holds of an earlier extraction."""
+    have = newest(read_lines(folder / SAMPLES, Published)[0])
+    return [row for row, line in sorted(lines.items()) if not same_sample(have.get(row), line)]
+
+
+def problems(folder: Path, *, deep: bool) -> Iterator[str]:
+    """What is wrong with a converted folder: files against its manifest, and files that it does not name."""
+    one = opened(folder)
+    for row, line in sorted(one.lines.items()):
+        if why := file_wrong(folder, line, one.form, one.shape, deep):
+            yield f"row {row}: {folder.name}/{line.file}: {why}"
+    for stray in strays(folder, one.form, {line.file for line in one.lines.values()}):
+        yield f"{folder.name}/{stray} is in no manifest"
+
+
+def strays(folder: Path, form: formats.Format, kept: set[str]) -> Iterator[str]:
+    """Files below a format's folder that are no sample of the manifest and nothing that the format puts beside them."""
+    for path in sorted(folder.rglob("*")) if folder.is_dir() else []:
+        name = path.relative_to(folder).as_posix()
+        if path.is_dir() or name in kept or name in OWN_FILES:
+            continue
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in form.SIDE):
+            yield name
+
+
+def file_wrong(base: Path, line: Published, form: formats.Format, shape: formats.Shape, deep: bool) -> str:
+    """Why a sample's file is not what its line says; empty where it is. ``deep`` reads every byte."""
+    path = base / line.file
+    try:
+        size = path.stat().st_size
+        if size != line.bytes:
+            return f"has {size} bytes instead of {line.bytes}"
+        crcs, places = form.check(path, line.tokens, shape)
+        if differing := sorted(name for name in places if crcs[name] != line.crc32.get(name)):
+            return f"its header has other checksums than the manifest for {', '.join(differing)}" + _swapped(
+                {name: crcs[name] for name in differing}, line.crc32
+            )
+        if deep:
+            read = {name: crc_of(path, *place) for name, place in places.items()}
+            if differing := [name for name in read if read[name] != line.crc32[name]]:
+                return f"{', '.join(differing)} does not match its checksum" + _swapped(
+                    {name: read[name] for name in differing}, line.crc32
+                )
+    except (OSError, ValueError) as e:
+        return str(e)
+    return ""
+
+
+def _swapped(found: dict[str, int], wanted: dict[str, int]) -> str:
+    """Says where the data of one layer stands in another's place."""
+    owners = {crc: name for name, crc in wanted.items()}
+    holds = {name: owners[crc] for name, crc in found.items() if crc in owners}
+    if not holds:
+        return ""
+    return ": the order of layers is swapped: " + ", ".join(f"{name} holds {there}" for name, there in holds.items())

@@ -1,0 +1,124 @@
+"""speculators 0.5 to 0.9: an Arrow data set beside ``hidden_states/hs_<i>.safetensors``.
+
+Each file has ``hidden_states`` [n, L+1, H] (the final before the norm last) and ``token_ids`` long [n]; ours also has
+``loss_mask`` long [n], so that a file says all of its sample. i is the position in the Arrow data set, which has no
+gaps, while rows of a data file may be rejected. So samples are written to ``rows/hs_<row>.safetensors``, and
+``hidden_states/`` holds a second name (a hard link, no copy) for each. Source: speculators 0.9.0, train/data.py
+(``ArrowDataset``), data_generation/offline.py and hs_connectors 0.9.0, transfer.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hsx_host.errors import BadInput
+from hsx_host.formats import Row, Shape
+from hsx_host.layouts.fields import Field, ids, mask
+from hsx_host.layouts.safetensors_file import SafetensorsFile
+from hsx_host.state import write_text
+
+NAME = "speculators"
+FOLDER = "speculators"
+NORM = "before"
+SIDE = ("hidden_states/*", "data-*.arrow", "dataset_info.json", "state.json", "data_config.json")
+
+_STATE = "state.json"
+
+
+def file_name(row: int) -> str:
+    """``rows/hs_<row>.safetensors``."""
+    return f"rows/hs_{row}.safetensors"
+
+
+def _fields(tokens: int, shape: Shape) -> list[Field]:
+    states = (tokens, len(shape.planes), shape.hidden_size)
+    return [
+        Field("hidden_states", states, shape.dtype, tuple(shape.planes)),
+        ids(tokens, "token_ids"),
+        mask(tokens),
+    ]
+
+
+_FILES = SafetensorsFile(_fields)
+file_bytes, lay_out, complete, check, planes, load = (
+    _FILES.file_bytes, _FILES.lay_out, _FILES.complete, _FILES.check, _FILES.planes, _FILES.load,
+)  # fmt: skip
+
+
+def side_files(folder: Path, rows: Iterable[Row], facts: dict[str, Any]) -> None:
+    """The Arrow data set (``input_ids``, ``loss_mask``, ``seq_len``, ``row``) and the numbered names of its samples.
+
+    ``state.json``, without which the folder does not load, goes first and comes back last.
+    """
+    known = list(rows)
+    made = folder / ".arrow.tmp"
+    shutil.rmtree(made, ignore_errors=True)
+    _save_arrow(made, known)
+    (folder / _STATE).unlink(missing_ok=True)
+    _number(folder, known)
+    for old in folder.glob("data-*.arrow"):
+        old.unlink()
+    for file in sorted(made.iterdir(), key=lambda p: p.name == _STATE):
+        file.replace(folder / file.name)
+    made.rmdir()
+    write_text(folder / "data_config.json", json.dumps(facts, indent=2, sort_keys=True) + "\n")
+
+
+def _number(folder: Path, rows: list[Row]) -> None:
+    """``hidden_states/hs_<i>.safetensors`` for the i-th row: a hard link, or a link where there are none."""
+    fresh, numbered = folder / ".hidden_states.tmp", folder / "hidden_states"
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    for i, one in enumerate(rows):
+        source, name = folder / file_name(one.row), fresh / f"hs_{i}.safetensors"
+        try:
+            os.link(source, name)
+        except OSError:
+            name.symlink_to(Path("..") / file_name(one.row))
+    shutil.rmtree(numbered, ignore_errors=True)
+    fresh.rename(numbered)
+
+
+def _save_arrow(folder: Path, rows: list[Row]) -> None:
+    """Written by ``datasets`` itself, in torch's output format (without it speculators 0.9 raises TypeError)."""
+    try:
+        import datasets
+    except ImportError:
+        raise BadInput(
+            "the package datasets is missing on the host: the Arrow data set can't be written",
+            field="capture.formats",
+            value=NAME,
+            fix="pip install datasets under host.python",
+        ) from None
+
+    def each() -> Iterator[dict[str, Any]]:
+        for one in rows:
+            tokens, losses = one.read()
+            yield {
+                "input_ids": tokens.astype("int64"),
+                "loss_mask": losses.astype("int64"),
+                "seq_len": one.tokens,
+                "row": one.row,
+            }
+
+    whole = datasets.Value("int64")
+    features = datasets.Features(
+        {"input_ids": datasets.List(whole), "loss_mask": datasets.List(whole), "seq_len": whole, "row": whole}
+    )
+    datasets.disable_progress_bars()
+    cache = folder.with_name(".arrow.cache.tmp")
+    shutil.rmtree(cache, ignore_errors=True)
+    try:
+        # a fingerprint of our own: else datasets pickles the generator, and with it every sample, to make one
+        name = uuid.uuid4().hex
+        table = datasets.Dataset.from_generator(each, features=features, cache_dir=str(cache), fingerprint=name)
+        table.set_format("torch")
+        table.save_to_disk(str(folder))
+    finally:
+        shutil.rmtree(cache, ignore_errors=True)

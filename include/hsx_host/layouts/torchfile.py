@@ -1,0 +1,177 @@
+"""A sample as a ``torch.save`` file of a dict: laid out without torch, filled by the capture, checked by its zip."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsx_host.dataset import identity
+from hsx_host.formats import Laid, Shape
+from hsx_host.layouts.fields import ITEM_BYTES, Field
+from hsx_host.layouts.torchsave import Skeleton, Tensor, skeleton
+from hsx_host.layouts.torchzip import records, set_crcs
+from hsx_host.spool import Plane
+
+IDENTITY = "\0identity"  # stands for the sample's identity in a body: 32 hex digits
+_PIECE = 8 << 20
+
+Body = Mapping[str, Field | list[Field] | str | bool]
+
+
+class TorchFile:
+    """Files of one format. ``body(tokens, shape)`` tells keys and fields in the order in which torch would pickle."""
+
+    def __init__(self, body: Callable[[int, Shape], Body]) -> None:
+        self._body = body
+
+    def file_bytes(self, tokens: int, shape: Shape) -> int:
+        """The exact size of a sample's file, in bytes."""
+        return self._skeleton(tokens, shape, "0" * 32).size
+
+    def lay_out(self, path: Path, ids: NDArray[Any], mask: NDArray[Any], shape: Shape) -> Laid:
+        """Write a sparse file with everything but hidden states. ``path`` must not exist; a failed try removes nothing.
+
+        :param ids: int32 or int64 [n]; ``mask``: uint8 [n].
+        :raises OSError: ENOSPC and the like.
+        """
+        known = identity(ids.astype(np.int32), mask.astype(np.uint8)).hex()
+        laid = self._skeleton(len(ids), shape, known)
+        laid.write(path)
+        crcs: dict[str, int] = {}
+        places: dict[str, Plane] = {}
+        fd = os.open(path, os.O_WRONLY)
+        try:
+            for field, offset in zip(self._fields(len(ids), shape), laid.offsets, strict=True):
+                if field.is_text:
+                    values = ids if field.holds == ("input_ids",) else mask
+                    data = np.ascontiguousarray(values, dtype="<i8").tobytes()
+                    os.pwrite(fd, data, offset)
+                    crcs[field.holds[0]] = zlib.crc32(data)
+                else:
+                    places |= planes(field, offset, shape)
+        finally:
+            os.close(fd)
+        return Laid(bytes=laid.size, planes=[places[name] for name in shape.planes], crcs=crcs)
+
+    def complete(self, path: Path, crcs: dict[str, int], shape: Shape) -> dict[str, int]:
+        """Put the records' checksums into the zip, so that any zip tool proves the file."""
+        found, keys = records(path), self._keys(shape)
+        done = {}
+        for record, (key, field) in keys.items():
+            if len(field.holds) == 1:
+                done[record] = crcs[field.holds[0]]
+            else:  # planes side by side: their own checksums don't make the record's
+                done[record] = crc_of(path, found[key].offset, found[key].bytes)
+        set_crcs(path, {keys[record][0]: crc for record, crc in done.items()})
+        return done
+
+    def check(self, path: Path, tokens: int, shape: Shape) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
+        """Checksums and places in the file's own directory; ValueError where it is no sample of ``tokens`` tokens."""
+        found, keys = records(path), self._keys(shape)
+        for record, field in ((f.record, f) for f in self._fields(tokens, shape)):
+            there = found.get(keys[record][0])
+            if there is None:
+                raise ValueError(f"{record} is missing")
+            if there.bytes != field.bytes:
+                raise ValueError(f"{record} has {there.bytes} bytes instead of {field.bytes}")
+        return (
+            {record: found[key].crc32 for record, (key, _) in keys.items()},
+            {record: (found[key].offset, found[key].bytes) for record, (key, _) in keys.items()},
+        )
+
+    def planes(self, path: Path, tokens: int, shape: Shape) -> list[Plane]:
+        """Where the rows of each plane lie in a whole file; ValueError as ``check``."""
+        places = self.check(path, tokens, shape)[1]
+        found: dict[str, Plane] = {}
+        for field in self._fields(tokens, shape):
+            if not field.is_text:
+                found |= planes(field, places[field.record][0], shape)
+        return [found[name] for name in shape.planes]
+
+    def load(self, path: Path, shape: Shape) -> dict[str, Any]:
+        """The sample as its trainer loads it, memory-mapped; ValueError where keys or shapes are not the format's."""
+        import torch
+
+        body = torch.load(path, mmap=True, weights_only=True)
+        if not isinstance(body, dict) or not isinstance(body.get("input_ids"), torch.Tensor):
+            raise ValueError("not a dict with input_ids")
+        wanted = self._body(len(body["input_ids"]), shape)
+        if set(body) != set(wanted):
+            raise ValueError(f"its keys are {', '.join(sorted(body))} instead of {', '.join(sorted(wanted))}")
+        found: dict[str, Any] = {}
+        for key, value in wanted.items():
+            if isinstance(value, (str, bool)):
+                continue
+            fields = value if isinstance(value, list) else [value]
+            tensors = body[key] if isinstance(value, list) else [body[key]]
+            if [tuple(t.shape) for t in tensors] != [f.shape for f in fields]:
+                raise ValueError(f"{key} is {[list(t.shape) for t in tensors]}, not {[list(f.shape) for f in fields]}")
+            for field, tensor in zip(fields, tensors, strict=True):
+                found |= split(field, tensor, shape)
+        return {
+            "input_ids": found["input_ids"],
+            "loss_mask": found["loss_mask"],
+            "planes": [found[name] for name in shape.planes],
+        }
+
+    def _fields(self, tokens: int, shape: Shape) -> list[Field]:
+        """The tensors in the order in which torch numbers their storages."""
+        out: list[Field] = []
+        for value in self._body(tokens, shape).values():
+            if isinstance(value, Field):
+                out.append(value)
+            elif isinstance(value, list):
+                out += value
+        return out
+
+    def _keys(self, shape: Shape) -> dict[str, tuple[str, Field]]:
+        """The zip record of each tensor."""
+        return {f.record: (f"data/{i}", f) for i, f in enumerate(self._fields(1, shape))}
+
+    def _skeleton(self, tokens: int, shape: Shape, known: str) -> Skeleton:
+        def one(value: Field) -> Tensor:
+            return Tensor(value.shape, value.dtype)
+
+        body = self._body(tokens, shape)
+        return skeleton(
+            {
+                key: one(v)
+                if isinstance(v, Field)
+                else [one(f) for f in v]
+                if isinstance(v, list)
+                else (known if v == IDENTITY else v)
+                for key, v in body.items()
+            }
+        )
+
+
+def planes(field: Field, offset: int, shape: Shape) -> dict[str, Plane]:
+    """Where each plane of a field lies in the file."""
+    row = shape.hidden_size * ITEM_BYTES[shape.dtype]
+    return {name: Plane(name, offset + i * row, row * len(field.holds)) for i, name in enumerate(field.holds)}
+
+
+def split(field: Field, tensor: Any, shape: Shape) -> dict[str, Any]:
+    """A loaded tensor as what it holds: ids or mask [n], or planes [n, H] (views)."""
+    if field.is_text:
+        return {field.holds[0]: tensor}
+    rows = tensor.reshape(-1, len(field.holds), shape.hidden_size)
+    return {name: rows[:, i] for i, name in enumerate(field.holds)}
+
+
+def crc_of(path: Path, offset: int, length: int) -> int:
+    """The crc32 of a part of a file."""
+    crc = 0
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        for at in range(offset, offset + length, _PIECE):
+            crc = zlib.crc32(os.pread(fd, min(_PIECE, offset + length - at), at), crc)
+    finally:
+        os.close(fd)
+    return crc

@@ -289,7 +289,11 @@ class PlanResult:
 
 @dataclass(frozen=True)
 class OldState:
-    """One folder of old hidden states: what stands to be deleted, and what must still hold when it is."""
+    """One folder of old hidden states: what stands to be deleted, and what must still hold when it is.
+
+    ``newest``: the last change in it; ``accessed``: when a file of it was read last, as far as the file system notes
+    that (unix seconds). Reading changes nothing of what is approved.
+    """
 
     path: str
     bytes: int
@@ -297,6 +301,7 @@ class OldState:
     device: int
     inode: int
     newest: float
+    accessed: float = 0.0
 
 
 @dataclass(frozen=True)

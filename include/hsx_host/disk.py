@@ -56,7 +56,9 @@ def judge(needed: int, free: int, reserve: int, old: list[OldState]) -> DiskVerd
     else:
         text = f"short by {gib(needed + reserve - free - reclaimable)} even without the old sets: {text}"
     if old:
-        text += f"; list {oldstates.list_hash(old)}: " + ", ".join(f"{s.path} ({gib(s.bytes)})" for s in old[:20])
+        text += f"; list {oldstates.list_hash(old)}: " + ", ".join(
+            f"{s.path} ({gib(s.bytes)}, last used {state.utc(max(s.newest, s.accessed))})" for s in old[:20]
+        )
     return DiskVerdict(
         verdict=what,
         needed_bytes=needed,

@@ -75,10 +75,8 @@ def poll(spec: RunSpec, job_id: str, offset: int, *, resume: bool = False) -> Jo
     record = state.read_document(JobRecord, where / "job.json")
     if record is None:
         return JobStatus(id=job_id, state="absent", rc=None, pid=0, log="", offset=offset, document="")
-    if offset < 0:
-        raise BadInput(
-            "an offset is not negative", field="--offset", value=offset, fix="give what the last poll answered"
-        )
+    if not 0 <= offset <= sys.maxsize:
+        raise BadInput("is no place in a log", field="--offset", value=offset, fix="give what the last poll answered")
     offset = _shown(where, offset, resume)
     here = procid.alive(procid.ProcId(record.pid, record.start)) and record.boot_id == procid.boot_id()
     here = here or bool(_living(record))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -172,7 +174,7 @@ def test_a_listing_that_was_tampered_with_deletes_nothing_outside_the_roots(spec
     answer = replace(listed(spec), old_states=[oldstates.measure(outside)])
     state.write_document(state.run_dir(spec) / "disk.json", answer)
     result = run_cleanup(spec, oldstates.list_hash(answer.old_states))
-    assert "not an old set directly below a configured root" in result.refused[str(outside)]
+    assert "not directly below a configured root" in result.refused[str(outside)]
     assert outside.exists()
 
 
@@ -187,3 +189,93 @@ def test_nothing_goes_where_the_run_fits_or_the_policy_is_never(spec: c.RunSpec,
     result = run_cleanup(spec, oldstates.list_hash(answer.old_states))
     assert (result.deleted, result.refused, result.freed_bytes) == ([], {}, 0)
     assert a.exists()
+
+
+def test_a_set_that_is_read_right_now_stays(spec: c.RunSpec, tmp_path: Path) -> None:
+    """Open by a descriptor, mapped after its descriptor was closed, or the folder that a process stands in."""
+    root = tmp_path / "old"
+    for name in ("open", "mapped", "cwd", "free"):
+        old_set(root, name)
+    plan(spec, HUGE)
+    answer = listed(spec)
+    code = (
+        "import mmap, os, sys; os.chdir(sys.argv[3]); kept = open(sys.argv[1], 'rb'); f = open(sys.argv[2], 'rb');"
+        "m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ); f.close(); print('up', flush=True); sys.stdin.read()"
+    )
+    words = [str(root / "open" / "data_0.pt"), str(root / "mapped" / "data_0.pt"), str(root / "cwd")]
+    reader = subprocess.Popen(
+        [sys.executable, "-c", code, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert reader.stdout is not None
+        reader.stdout.readline()
+        result = run_cleanup(spec, oldstates.list_hash(answer.old_states))
+        assert result.deleted == [str(root / "free")]
+        assert len(result.refused) == 3
+        assert all(f"held open by pid {reader.pid}" in why for why in result.refused.values())
+        assert sorted(p.name for p in root.iterdir()) == ["cwd", "mapped", "open"]  # under their own names again
+    finally:
+        reader.communicate()
+    again = run_cleanup(spec, oldstates.list_hash(answer.old_states))
+    assert sorted(again.deleted) == [str(root / n) for n in ("cwd", "mapped", "open")]
+
+
+def test_a_deletion_that_was_cut_off_goes_on(spec: c.RunSpec, tmp_path: Path) -> None:
+    """Killed half way: the same call again ends it, even where the run fits by now; a later run lists what is left."""
+    root = tmp_path / "old"
+    for name in ("a", "b"):
+        old_set(root, name, "hidden_states/hs_0.safetensors")
+        (root / name / "data_1.pt").write_bytes(b"x" * 5000)
+    plan(spec, HUGE)
+    answer = listed(spec)
+    a, b = answer.old_states
+    for old in (a, b):
+        Path(old.path).rename(root / oldstates.doomed(old))
+        (root / oldstates.doomed(old) / "data_1.pt").unlink()
+        (root / oldstates.doomed(old) / "hidden_states" / "hs_0.safetensors").unlink()
+    (root / oldstates.doomed(b)).rename(tmp_path / "elsewhere")
+    old_set(root, oldstates.doomed(b))  # another folder under that name: nobody approved it
+    plan(spec, 1)
+    result = run_cleanup(spec, oldstates.list_hash(answer.old_states))
+    assert (result.deleted, result.refused) == ([a.path], {})
+    assert [s.path for s in oldstates.find(spec, "")] == [str(root / oldstates.doomed(b))]
+    plan(spec, HUGE)
+    answer = listed(spec)
+    assert run_cleanup(spec, oldstates.list_hash(answer.old_states)).deleted == [str(root / oldstates.doomed(b))]
+    assert list(root.iterdir()) == []
+
+
+def test_a_live_data_set_of_another_run_is_never_listed(spec: c.RunSpec, tmp_path: Path) -> None:
+    """Made below a root by another run of this host (another output root): live there, old only where it was moved."""
+    root = tmp_path / "old"
+    live = old_set(root, "live", "v1/data_0.pt")
+    (live / "dataset.json").write_text("{}")
+    other = replace(spec, run_id="other")
+    plan(other, 1, str(live))
+    assert oldstates.find(spec, "") == []
+    assert oldstates.look(spec, "", str(live)) == "it is a live data set of hsx"
+    live.rename(root / "moved")
+    assert [s.path for s in oldstates.find(spec, "")] == [str(root / "moved")]
+
+
+def test_what_is_mounted_in_a_set_is_not_deleted(spec: c.RunSpec, tmp_path: Path) -> None:
+    a, elsewhere = old_set(tmp_path / "old", "a"), old_set(tmp_path, "elsewhere")
+    (a / "in here").mkdir()
+    if subprocess.run(["mount", "--bind", str(elsewhere), str(a / "in here")], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system")
+    try:
+        assert oldstates.find(spec, "") == []
+        assert "something is mounted in it" in str(oldstates.look(spec, "", str(a)))
+    finally:
+        subprocess.run(["umount", str(a / "in here")], check=True)
+    assert (elsewhere / "data_0.pt").exists()
+
+
+def test_an_approval_that_is_no_text_is_refused(spec: c.RunSpec, tmp_path: Path) -> None:
+    old_set(tmp_path / "old", "a")
+    plan(spec, HUGE)
+    listed(spec)
+    garbage = tmp_path / "garbage"
+    garbage.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(Refused, match="another list"):
+        run_cleanup(spec, str(garbage))

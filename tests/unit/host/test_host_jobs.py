@@ -259,3 +259,11 @@ def test_a_reader_goes_on_where_the_last_one_stopped(spec: c.RunSpec) -> None:
     (where / "stderr").write_text("one\ntwo\nthree\n")
     assert jobs.poll(spec, "j", 0, resume=True).log == "three\n"
     assert jobs.poll(spec, "j", 0).log == "one\ntwo\nthree\n"
+
+
+def test_an_offset_that_no_log_has_is_refused(spec: c.RunSpec, tmp_path: Path) -> None:
+    path = write_spec(spec, tmp_path)
+    verb("job", "start", "j", "--spec", path, "--", "status")
+    for offset in ("-1", "9" * 40):
+        answer = verb("job", "poll", "j", "--offset", offset, "--spec", path, check=2)
+        assert answer["field"] == "--offset"

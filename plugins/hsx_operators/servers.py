@@ -8,6 +8,7 @@ from airflow.sdk import SkipMixin
 
 from hsx_host import contract as c
 from hsx_operators import window
+from hsx_operators.alarm import production_is_down
 from hsx_operators.base import HostVerbOperator
 from hsx_operators.errors import HostHeld, HostRefused, HostUnreachable, HsxOperatorError
 from hsx_operators.hook import hook_of
@@ -177,12 +178,16 @@ class BenchmarkOperator(HoldOff, HostVerbOperator):
 class RestoreProductionOperator(HostVerbOperator):
     """Gives the host back: production as the profile starts it, the plugin away, SGLang pristine, the lease released.
 
-    Make it the teardown of the tasks that took the host.
+    Make it the teardown of the tasks that took the host. Its last failure wakes somebody: ``alarm.production_is_down``.
     """
 
     result_type = c.RestoreReport
     default_retries: ClassVar[int] = 6
     default_policy: ClassVar[HostRetryPolicy] = RESTORE_RETRIES
+
+    def __init__(self, **kwargs: Any) -> None:
+        kwargs.setdefault("on_failure_callback", production_is_down)
+        super().__init__(**kwargs)
 
     def verb(self, context: Context) -> list[str]:
         """``restore``: the same way back as the guard's."""

@@ -14,7 +14,7 @@ rooms = export PYTHONPATH="$(CURDIR)/plugins:$(CURDIR)/include"
 # What mypy reads: one call a package root, test folders by themselves (their conftests share a name).
 checked = include plugins dags
 
-.PHONY: help demo demo-training circle up down envs test test-host test-airflow lint format bench clean clean-cache
+.PHONY: help demo demo-training circle up down envs test test-faults test-host test-airflow lint format bench clean clean-cache
 
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -40,6 +40,9 @@ envs:            ## make the two environments and print their pythons
 
 test:            ## unit, integration and system tests in both environments
 	@"$(PYTHON)" include/hsx_demo/run_tests.py
+
+test-faults:     ## the whole fault suite (about 40 minutes); its table goes into docs/reliability.md
+	@"$(PYTHON)" include/hsx_demo/run_faults.py
 
 lint:            ## ruff and mypy
 	@$(use_airflow); "$$AF" -m ruff check .; "$$AF" -m ruff format --check .; "$$AF" -m mypy $(checked)

@@ -25,6 +25,6 @@ os.environ["PYTHONPATH"] = os.pathsep.join([*(str(r) for r in ROOMS if str(r) no
 
 collect_ignore = []
 if importlib.util.find_spec("airflow") is None:
-    collect_ignore += ["unit/airflow", "integration"]
+    collect_ignore += ["unit/airflow", "integration", "faults/dag"]
 if importlib.util.find_spec("sglang") is None:
-    collect_ignore += ["unit/host", "unit/patches", "system", "crash"]
+    collect_ignore += ["unit/host", "unit/patches", "system", "crash", "faults/host"]

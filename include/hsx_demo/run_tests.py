@@ -21,6 +21,7 @@ from hsx_demo.environments import REPO, EnvironmentFailure, ensure
 SUITES = (
     ("host, unit", "host", ("tests/unit/host", "tests/unit/patches"), ("-n", "2")),
     ("host, system", "host", ("tests/system",), ("-n", "2", "--dist", "loadscope")),
+    ("host, some faults", "host", ("tests/faults/host",), ("-n", "2", "-m", "quick")),
     ("airflow, unit", "airflow", ("tests/unit/airflow", "tests/unit/demo"), ("-n", "2")),
     ("airflow, integration", "airflow", ("tests/integration",), ()),
 )

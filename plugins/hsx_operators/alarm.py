@@ -19,7 +19,7 @@ ALARM_VARIABLE = "HSX_ALARM"
 
 
 def production_is_down(context: Context) -> None:
-    """``on_failure_callback`` of the restore: after its last try, in the task's log and by the callable of HSX_ALARM."""
+    """``on_failure_callback`` of the restore: tells the task's log, and calls the callable of HSX_ALARM."""
     task = context.get("task")
     key = run_key(getattr(task, "on", ""))
     host = context["ti"].xcom_pull(task_ids=getattr(task, "plan_task_id", "plan"), key=key)

@@ -20,12 +20,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from hsx_host import guards, jobs, state, verbs
+from hsx_host import byhand, guards, jobs, state, verbs
 from hsx_host.contract import ContractError, ErrorDoc, RunSpec, decode, encode
 from hsx_host.errors import AGAIN, BAD_INPUT, BUG, OK, BadInput, HsxError, TryAgain
 from hsx_host.progress import say
 
-HOME_VARIABLE = "HSX_HOME"
 BY_HAND = {"status", "restore", "recover", "release"}
 # A call of one of these is a sign of life of its run: the lease is renewed and its guards are looked after.
 RENEWING = set(verbs.VERBS) - {*BY_HAND, "acquire", "heartbeat", "guard", "job"}
@@ -127,12 +126,14 @@ def _parser(verb: str) -> _Parser:
 
 def last_spec() -> str:
     """The spec that a person's command goes by: of the run that holds the host, else of the last one that did."""
-    home = os.environ.get(HOME_VARIABLE, "")
+    home = os.environ.get(byhand.HOME_VARIABLE, "")
     program = Path(__file__).resolve().parents[1]
     if not home and program.parent.name == "bundles":
         home = str(program.parents[1])
     if not home:
-        raise BadInput("no spec was named", field="--spec", fix=f"name one, or set {HOME_VARIABLE} to hsx's home")
+        raise BadInput(
+            "no spec was named", field="--spec", fix=f"name one, or set {byhand.HOME_VARIABLE} to hsx's home"
+        )
     kept = Path(home, "state", "spec.json")
     try:
         run_id = json.loads(Path(home, "state", "lease.json").read_bytes())["run_id"]

@@ -620,7 +620,9 @@ class StatusResult:
     """How the host stands. ``mode``: production, extraction, stopped, or unknown where hsx has touched nothing yet.
 
     ``phase``: starting or running, empty without a server. ``healthy`` is asked for (``--health``): a real token came;
-    ``problem`` says why not. ``lease`` may have lapsed: see ``expires``. ``journal``: the last transitions, JSON lines.
+    ``problem`` says why not. ``lease``: who holds the host; ``lapses_in_s`` counts by the host's monotonic clock, 0
+    where it has lapsed. ``guards``: the pids of those that live. ``in_the_way``: what keeps production, or the next
+    run, from the host. ``journal``: the last transitions, JSON lines.
     """
 
     mode: str
@@ -630,3 +632,6 @@ class StatusResult:
     problem: str
     lease: Lease | None
     journal: list[str]
+    lapses_in_s: float = 0.0
+    guards: list[int] = field(default_factory=list)
+    in_the_way: list[str] = field(default_factory=list)

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hsx_host import jobs, lease, procid, state
+from hsx_host import byhand, jobs, lease, procid, state
 from hsx_host.contract import Lease, RunSpec, encode
 from hsx_host.errors import TryAgain
 from hsx_host.procid import ProcId
@@ -37,6 +37,7 @@ def acquire(spec: RunSpec) -> Lease:
 
     granted = lease.acquire(spec, first)
     state.write_text(state.last_spec(spec), encode(spec) + "\n", mode=0o600)
+    byhand.install(spec)
     return granted
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ from host_lifecycle import (
 
 from hsx_host import borrow, guards, lease, procid, serve, state
 from hsx_host import contract as c
+from hsx_host import status as status_verb
 from hsx_host.errors import Refused, TryAgain
 
 
@@ -263,3 +265,48 @@ def test_by_hand_in_the_middle_of_a_start(spec: c.RunSpec, tmp_path: Path) -> No
     assert starting.wait(30) == 75
     assert is_given_back(spec)
     assert "transition ended by hand" in events(spec)
+
+
+def test_the_command_for_people_and_what_status_says(borrowed: c.RunSpec) -> None:
+    """``<home>/hsx_host``: no spec, no PYTHONPATH, from any folder; says who holds the host and what is in the way."""
+    command = str(state.home(borrowed) / "hsx_host")
+
+    def ask(*words: str) -> dict[str, object]:
+        done = subprocess.run([command, *words], cwd="/", env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    two_guards(borrowed)
+    status = ask("status", "--health")
+    held = status["lease"]
+    assert isinstance(held, dict)
+    assert (status["mode"], status["healthy"], held["run_id"]) == ("extraction", True, "run-1")
+    assert status["in_the_way"] == []
+    assert sorted(status["guards"]) == sorted(p.pid for p in living_guards(borrowed))  # type: ignore[call-overload]
+    kill(*two_guards(borrowed))
+    os.kill(int(str(status["pid"])), signal.SIGKILL)
+    ways = " / ".join(ask("status")["in_the_way"])  # type: ignore[arg-type]
+    assert "no guard of the lease lives" in ways
+    assert "the extraction server on record" in ways
+    assert ask("restore", "--now")["mode"] == "production"
+    after = ask("status", "--health")
+    assert (after["mode"], after["lease"], after["healthy"]) == ("production", None, True)
+    assert "taken back by hand" in str(after["in_the_way"])
+    text = "\n".join(status_verb.lines(c.from_dict(c.StatusResult, after)))
+    assert text.startswith("mode: production running, pid ")
+    assert "held by: nobody" in text
+    assert "lease released" in text
+    ask("restore", "--lift")
+    assert ask("status")["in_the_way"] == []
+
+
+def test_status_names_a_stranger_and_a_broken_document(spec: c.RunSpec, tmp_path: Path) -> None:
+    path = write_spec(spec, tmp_path)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", spec.production.port))
+        s.listen()
+        (state.folder(spec, "state") / "lease.json").write_text("{")
+        ways = " / ".join(verb("status", "--spec", path)["in_the_way"])
+    assert f"port {spec.production.port} is held by pid {os.getpid()}" in ways
+    assert "lease.json" in ways
+    (state.folder(spec, "state") / "lease.json").unlink()

@@ -11,10 +11,13 @@ use_airflow = AF="$${AIRFLOW_PYTHON:-$$($(ENVS) airflow)}"; test -n "$$AF"
 use_host = export HSX_HOST_PYTHON="$${HSX_HOST_PYTHON:-$$($(ENVS) host)}"; test -n "$$HSX_HOST_PYTHON"
 rooms = export PYTHONPATH="$(CURDIR)/plugins:$(CURDIR)/include"
 
+use_ui = AF="$${UI_PYTHON:-$$($(ENVS) ui)}"; test -n "$$AF"
+
 # What mypy reads: one call a package root, test folders by themselves (their conftests share a name).
 checked = include plugins dags
 
-.PHONY: help demo demo-training circle up down envs test test-faults test-host test-airflow lint format bench clean clean-cache
+.PHONY: help demo demo-training circle up down envs test test-faults test-host test-airflow lint format bench clean clean-cache \
+  test-ui screenshots vendor bench-page
 
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -44,6 +47,15 @@ test:            ## unit, integration and system tests in both environments
 test-faults:     ## the whole fault suite (about 40 minutes); its table goes into docs/reliability.md
 	@"$(PYTHON)" include/hsx_demo/run_faults.py
 
+test-ui:         ## Airflow's UI and the page in a real browser (Debian: apt-get install chromium); pictures in build/ui
+	@$(use_ui); $(use_host); $(rooms); exec "$$AF" -m pytest tests/ui
+
+screenshots:     ## the same, and its pictures become those of docs/images
+	@$(use_ui); $(use_host); $(rooms); export HSX_SCREENSHOTS="$(CURDIR)/docs/images"; exec "$$AF" -m pytest tests/ui
+
+vendor:          ## the page's JavaScript libraries anew, as plugins/hsx_page/package-lock.json names them (npm)
+	@sh plugins/hsx_page/vendor.sh
+
 lint:            ## ruff and mypy
 	@$(use_airflow); "$$AF" -m ruff check .; "$$AF" -m ruff format --check .; "$$AF" -m mypy $(checked)
 
@@ -52,6 +64,9 @@ format:          ## ruff format
 
 bench:           ## extraction against the same server's plain prefill, on this machine's CPU
 	@$(use_airflow); $(use_host); $(rooms); exec "$$AF" bench/cpu_prefill.py
+
+bench-page:      ## the page with 10,000 samples in 500 shards: seconds until it stands
+	@$(use_ui); $(rooms); exec "$$AF" bench/page_load.py
 
 clean:           ## what was made in this checkout
 	@$(MAKE) --no-print-directory down || true

@@ -55,13 +55,24 @@ A profile that lists `hosts` has a DAG of its own with one group of tasks a host
 itself. Shards are spread over them; `reassign` hands what a failed host left to the others (`take_over`).
 """
 
+WHAT, WHERE, HOST = "What to extract", "Where it goes", "The borrowed host"
+
 PARAMS = {
+    "dry_run": Param(
+        False,
+        type="boolean",
+        title="Dry run",
+        description="Touches nothing. Says on the page Hidden states what would happen: samples, bytes, hours at the "
+        "measured rate, what would be deleted, how long production would be down.",
+        section=WHAT,
+    ),
     "dataset": Param(
         "",
         type="string",
         title="Data set",
-        description="Pre-tokenised .jsonl or .jsonl.gz, an absolute path on the host. Empty: the profile's.",
-        section="What",
+        description="A pre-tokenised .jsonl or .jsonl.gz, as an absolute path on the host. Empty: the profile's.",
+        examples=["/data/eagle3/chats.jsonl"],
+        section=WHAT,
     ),
     "shards": Param(
         "",
@@ -69,15 +80,17 @@ PARAMS = {
         pattern=r"^(failed|[0-9,\- ]*)$",
         title="Shards",
         description="Numbers and ranges, such as 3,7-9, or the word failed: those with samples that failed. Empty: all "
-        "that are not done.",
-        section="What",
+        "that are not done. What is published is never extracted again.",
+        examples=["failed", "0", "3,7-9"],
+        section=WHAT,
     ),
     "output_root": Param(
         "",
         type="string",
         title="Output",
-        description="Folder on the host below which the data set is written. Empty: the profile's.",
-        section="Output",
+        description="Folder on the host below which the data set is written, an absolute path. Empty: the profile's.",
+        examples=["/data/hidden_states"],
+        section=WHERE,
     ),
     "formats": Param(
         [],
@@ -86,23 +99,21 @@ PARAMS = {
         examples=list(FORMATS),
         title="Formats",
         description="What trainers read. The capture writes the first, the others are derived. Empty: the profile's.",
-        section="Output",
+        section=WHERE,
     ),
     "cleanup_policy": Param(
         AS_PROFILE,
         type="string",
         enum=[AS_PROFILE, "never", "ask", "auto"],
+        values_display={
+            "never": "never: the run stops at the disk check instead",
+            "ask": "ask: a person sees the list and approves it first",
+            "auto": "auto: what the disk check listed goes after the probe",
+        },
         title="Old hidden states",
-        description="When the space is short: never delete, ask a person, or delete what the disk check listed.",
-        section="Safety",
-    ),
-    "benchmark": Param(
-        AS_PROFILE,
-        type="string",
-        enum=[AS_PROFILE, "on", "off"],
-        title="Benchmark",
-        description="Measure production before and after.",
-        section="Safety",
+        description="May they be deleted where the space is short? Only below the profile's old_state_roots, and "
+        "never more than the disk check has listed.",
+        section=WHERE,
     ),
     "stop_after": Param(
         "",
@@ -112,14 +123,17 @@ PARAMS = {
         description="A time of day such as 05:00, in the profile's time zone: extraction ends then in good order and "
         "the host is given back; another run goes on. Empty: a nightly run stops when its profile says, a run "
         "by hand when all is done.",
-        section="Safety",
+        examples=["05:00"],
+        section=HOST,
     ),
-    "dry_run": Param(
-        False,
-        type="boolean",
-        title="Dry run",
-        description="Stop after plan and disk check, and say what would happen.",
-        section="Safety",
+    "benchmark": Param(
+        AS_PROFILE,
+        type="string",
+        enum=[AS_PROFILE, "on", "off"],
+        values_display={"on": "on: before the host is borrowed and after it is back", "off": "off: not measured"},
+        title="Benchmark of production",
+        description="sglang.bench_serving against production, before and after, compared by output tokens a second.",
+        section=HOST,
     ),
 }
 
@@ -253,8 +267,8 @@ def profile_param(names: list[str], default: str) -> Param:
         type="string",
         enum=names,
         title="Profile",
-        description="The host and model: one of include/profiles, or of the folder that $HSX_PROFILES names.",
-        section="What",
+        description="The host and model: what exists in include/profiles and in the folder of $HSX_PROFILES.",
+        section=WHAT,
     )
 
 

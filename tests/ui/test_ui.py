@@ -1,0 +1,272 @@
+"""A person in front of Airflow's UI: triggers, watches, finds the failure, clears the shard, reads the results.
+
+One story, in this order; each picture of docs/images is taken where the story has it (``make screenshots``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from typing import Any
+
+import pytest
+import requests
+from conftest import logged_in, picture
+from playwright.sync_api import Browser, BrowserContext, FrameLocator, Page, expect
+
+from hsx_demo.client import AirflowClient
+from hsx_demo.stack import DAG_ID, Stack
+
+RUN_TIMEOUT_S = 1500.0
+RUNS: dict[str, str] = {}
+
+expect.set_options(timeout=120_000)
+
+
+def url(stand: Stack) -> str:
+    assert stand.airflow is not None
+    return stand.airflow.url
+
+
+def hidden_states(page: Page, stand: Stack, run: str = "") -> FrameLocator:
+    """The page, in Airflow's frame."""
+    query = f"?dag={DAG_ID}&run={run}" if run else ""
+    page.goto(f"{url(stand)}/plugin/hidden-states/hsx/{query}")
+    frame = page.frame_locator("iframe")
+    frame.locator("html[data-ready]").wait_for()
+    return frame
+
+
+def whole(context: BrowserContext, stand: Stack, name: str, run: str = "") -> None:
+    """A picture of the page from top to bottom, without Airflow's frame."""
+    page = context.new_page()
+    page.goto(f"{url(stand)}/hsx/{f'?dag={DAG_ID}&run={run}' if run else ''}")
+    page.locator("html[data-ready]").wait_for()
+    picture(page, name, whole=True)
+    page.close()
+
+
+def extraction_under_way(stand: Stack, client: AirflowClient, run: str, dataset: str = "chats") -> None:
+    """Until samples are published and the run goes on."""
+    assert stand.output is not None
+    deadline = time.monotonic() + RUN_TIMEOUT_S
+    while True:
+        files = stand.output.glob(f"ui-{dataset}-*/shards/*/manifest.jsonl")
+        if sum(len(f.read_text().splitlines()) for f in files) >= 20:
+            return
+        assert client.run_state(DAG_ID, run) in ("queued", "running")
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+# ------------------------------------------------------------------------------ the door
+
+
+@pytest.mark.parametrize("path", ["api/overview", "static/main.js", "static/vendor/chart.umd.min.js"])
+def test_nobody_reads_without_airflow_s_login(stand: Stack, path: str) -> None:
+    session = requests.Session()
+    session.trust_env = False
+    assert session.get(f"{url(stand)}/hsx/{path}", timeout=60).status_code == 401
+    assert session.get(f"{url(stand)}/hsx/{path}", timeout=60, cookies={"_token": "made.up.token"}).status_code in (
+        401,
+        403,
+    )
+
+
+def test_a_stranger_is_sent_to_the_login_and_comes_back(browser: Browser, stand: Stack) -> None:
+    assert stand.airflow is not None
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(f"{url(stand)}/hsx/")
+    assert "/auth/login" in page.url
+    page.fill("input[name=username]", "admin")
+    page.fill("input[name=password]", stand.airflow.password)
+    page.click("button[type=submit]")
+    page.wait_for_url("**/hsx/**")
+    expect(page.get_by_role("heading", name="Hidden states")).to_be_visible()
+    context.close()
+
+
+def test_an_airflow_without_a_run_says_what_to_do(page: Page, stand: Stack) -> None:
+    frame = hidden_states(page, stand)
+    expect(frame.get_by_text("No run of hsx yet")).to_be_visible()
+    expect(frame.get_by_text("No run has looked at a host yet")).to_be_visible()
+    expect(page.get_by_role("link", name="Hidden states")).to_be_visible()  # in the navigation
+    picture(page, "page-empty")
+
+
+# ------------------------------------------------------------------------------ trigger, and a dry run
+
+
+def test_the_trigger_form_reads_like_a_form_for_people(page: Page, stand: Stack) -> None:
+    page.set_viewport_size({"width": 1100, "height": 1500})
+    page.goto(f"{url(stand)}/dags/{DAG_ID}")
+    page.get_by_role("button", name="Trigger").first.click()
+    expect(page.get_by_role("dialog")).to_be_visible()
+    for title in ("Profile", "Data set", "Shards", "Dry run"):
+        expect(page.get_by_role("dialog").get_by_text(title, exact=True).first).to_be_visible()
+    picture(page, "trigger-form")
+
+
+def test_a_dry_run_is_answered_on_the_page_without_logs(page: Page, stand: Stack, client: AirflowClient) -> None:
+    run = RUNS["dry"] = client.trigger(DAG_ID, {"dry_run": True})
+    assert client.watch(DAG_ID, run, timeout_s=RUN_TIMEOUT_S) == "success"
+    frame = hidden_states(page, stand, run)
+    expect(frame.get_by_role("heading", name="A dry run: what would happen")).to_be_visible()
+    expect(frame.get_by_text("Would extract 360 samples in 6 shards")).to_be_visible()
+    expect(frame.get_by_text("this profile has not extracted on this host yet")).to_be_visible()
+    expect(frame.get_by_text("Nothing would be deleted.")).to_be_visible()
+
+
+# ------------------------------------------------------------------------------ while it runs
+
+
+def test_progress_is_live_on_the_page_in_the_log_and_linked_from_the_task(
+    page: Page, desk: BrowserContext, browser: Browser, stand: Stack, client: AirflowClient
+) -> None:
+    assert stand.airflow is not None
+    run = RUNS["real"] = client.trigger(DAG_ID, {})
+    extraction_under_way(stand, client, run)
+    frame = hidden_states(page, stand)  # the run that goes on is shown by itself
+    expect(frame.get_by_text(run, exact=True).first).to_be_visible()
+    expect(frame.locator("a.cell.running")).to_have_count(1)
+    expect(frame.locator("#read")).to_contain_text("live")
+    expect(frame.locator("#host ~ *, section[aria-labelledby=host]").first).to_contain_text("extraction")
+
+    def samples() -> int:
+        text = frame.locator(".figure").filter(has_text="Samples").locator("dd").inner_text()
+        return int(text.splitlines()[0].replace(",", ""))
+
+    before = samples()
+    expect(frame.locator(".figure").filter(has_text="Samples").locator("dd")).not_to_have_text(
+        re.compile(f"^{before:,}\\b")
+    )
+    assert samples() > before  # without a reload
+    expect(frame.locator(".figure").filter(has_text="Rate").locator("dd")).to_contain_text("tok/s")
+    expect(frame.locator(".figure").filter(has_text="Time to go").locator("dd")).to_contain_text(
+        re.compile(r"\d (s|min)")
+    )
+    expect(frame.locator("#rates-chart")).to_be_visible()
+    picture(page, "page-running")
+    whole(desk, stand, "page-running-whole")
+    for theme, phone, name in (("dark", False, "page-running-dark"), ("light", True, "page-running-phone")):
+        context = logged_in(browser, stand.airflow.url, stand.airflow.password, theme=theme, phone=phone)
+        if phone:
+            whole(context, stand, name)
+        else:
+            tab = context.new_page()
+            expect(hidden_states(tab, stand).locator("html")).to_have_attribute("data-theme", "dark")
+            picture(tab, name)
+        context.close()
+
+    # the task itself: named by its shard, its log tells the rate, its link leads to the page while it runs
+    [task] = [t for t in client.tasks(DAG_ID, run) if t.task_id == "extract" and t.state in ("running", "deferred")]
+    assert task.label.startswith("shard 0000")
+    lines = [
+        line for line in client.log_lines(DAG_ID, run, task) if re.search(r"extract: \d+ of 60 .*tokens/s.*to go", line)
+    ]
+    assert lines
+    link = client.get(f"dags/{DAG_ID}/dagRuns/{run}/taskInstances/extract/links", map_index=task.map_index)[
+        "extra_links"
+    ]
+    assert f"/plugin/hidden-states/hsx/?dag={DAG_ID}" in link["Hidden states"]
+    page.goto(f"{url(stand)}/dags/{DAG_ID}/runs/{run}/tasks/extract/mapped/{task.map_index}")
+    button = page.get_by_role("link", name="Hidden states").last
+    expect(button).to_be_visible()
+    picture(page, "task-running")
+
+
+def test_the_page_is_used_by_keyboard_alone(page: Page, stand: Stack) -> None:
+    page.goto(f"{url(stand)}/hsx/?dag={DAG_ID}&run={RUNS['real']}")
+    page.locator("html[data-ready]").wait_for()
+    page.locator("a.cell[tabindex='0']").focus()
+    at = int(page.evaluate("document.activeElement.dataset.i"))
+    page.keyboard.press("Home")
+    assert page.evaluate("document.activeElement.dataset.i") == "0"
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement.dataset.i") == "1"
+    expect(page.locator(".details")).to_contain_text("shard 00001")
+    page.keyboard.press("End")
+    assert page.evaluate("document.activeElement.dataset.i") == "5"
+    assert page.locator("a.cell[tabindex='0']").count() == 1  # one stop for the Tab key
+    assert 0 <= at <= 5
+    page.wait_for_timeout(2500)  # it draws itself anew each second: the focus stays
+    assert page.evaluate("document.activeElement.dataset.i") == "5"
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/dags/**")
+
+
+# ------------------------------------------------------------------------------ a failed shard, and its second try
+
+
+def test_a_failed_shard_is_told_with_its_reason_and_cleared_in_the_ui(
+    page: Page, desk: BrowserContext, stand: Stack, client: AirflowClient
+) -> None:
+    run = RUNS["real"]
+    server = json.loads((stand.host_dir / "hsx" / "state" / "server.json").read_text())
+    assert server["mode"] == "extraction"
+    os.killpg(server["pid"], signal.SIGKILL)
+    assert client.watch(DAG_ID, run, timeout_s=RUN_TIMEOUT_S) == "failed"
+    failed = [t for t in client.tasks(DAG_ID, run) if t.task_id == "extract" and t.state == "failed"]
+    assert failed
+    frame = hidden_states(page, stand, run)
+    expect(frame.locator("a.cell.failed")).to_have_count(len(failed))
+    expect(frame.get_by_role("heading", name="Failures")).to_be_visible()
+    expect(frame.locator(".reason").first).to_contain_text("of shard")
+    expect(frame.locator("section[aria-labelledby=host]")).to_contain_text("production serves")
+    picture(page, "page-failed")
+    page.goto(f"{url(stand)}/dags/{DAG_ID}/runs/{run}/tasks/extract")
+    expect(page.get_by_text("shard 0000").first).to_be_visible()
+    picture(page, "grid-failed")
+
+    # from the page to the shard's task, and there the button that Airflow has for it
+    frame = hidden_states(page, stand, run)
+    frame.locator("a.cell.failed").first.click()
+    page.wait_for_url(f"**/tasks/extract/mapped/{failed[0].map_index}")
+    page.get_by_role("button", name=re.compile("Clear", re.I)).first.click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_be_visible()
+    dialog.get_by_role("button", name=re.compile("Downstream", re.I)).click()
+    picture(page, "clear-shard")
+    dialog.get_by_role("button", name=re.compile("Confirm|Clear", re.I)).last.click()
+    expect(dialog).to_be_hidden()
+
+
+def test_the_second_try_ends_green_and_the_page_shows_what_became(
+    page: Page, desk: BrowserContext, browser: Browser, stand: Stack, client: AirflowClient
+) -> None:
+    assert stand.airflow is not None
+    run = RUNS["real"]
+    client.clear(DAG_ID, run, ["extract"], only_failed=True, include_downstream=True)
+    assert client.watch(DAG_ID, run, timeout_s=RUN_TIMEOUT_S) == "success"
+    frame = hidden_states(page, stand, run)
+    expect(frame.locator("a.cell.done")).to_have_count(6)
+    expect(frame.locator("a.cell.again").first).to_be_visible()
+    expect(frame.locator("#bench-chart-0")).to_be_visible()
+    expect(frame.locator("section[aria-labelledby=datasets]")).to_contain_text("handed off")
+    expect(frame.locator("section[aria-labelledby=datasets]")).to_contain_text("by next token")
+    expect(frame.locator("section[aria-labelledby=failures]")).to_contain_text("of shard")  # what was, stays told
+    picture(page, "page-after")
+    whole(desk, stand, "page-after-whole", run)
+    context = logged_in(browser, stand.airflow.url, stand.airflow.password, theme="dark")
+    whole(context, stand, "page-after-whole-dark", run)
+    context.close()
+    page.goto(f"{url(stand)}/dags/{DAG_ID}/runs/{run}/tasks/extract")
+    expect(page.get_by_text("shard 0000").first).to_be_visible()
+    picture(page, "grid-rerun")
+
+
+def test_the_next_dry_run_knows_how_long_it_would_take(page: Page, stand: Stack, client: AirflowClient) -> None:
+    conf: dict[str, Any] = {"dry_run": True, "dataset": str(stand.work.parent / "more.jsonl")}
+    from samples import write_chats
+
+    write_chats(stand.work.parent / "more.jsonl", 240, seed=8)
+    run = client.trigger(DAG_ID, conf)
+    assert client.watch(DAG_ID, run, timeout_s=RUN_TIMEOUT_S) == "success"
+    frame = hidden_states(page, stand, run)
+    expect(frame.get_by_text(re.compile(r"Extraction would take .* at the measured [\d,]+ tokens/s"))).to_be_visible()
+    expect(frame.get_by_text(re.compile("Production would be down for about"))).to_be_visible()
+    picture(page, "dry-run")

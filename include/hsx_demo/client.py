@@ -57,9 +57,16 @@ class AirflowClient:
 
     def get(self, path: str, **query: Any) -> Any:
         """GET ``/api/v2/<path>``; a busy api-server is asked again."""
+        return self._get(f"api/v2/{path}", query)
+
+    def page(self, **query: Any) -> Any:
+        """What the page "Hidden states" shows, ``dag`` and ``run`` chosen by ``query``."""
+        return self._get("hsx/api/overview", query)
+
+    def _get(self, path: str, query: Mapping[str, Any]) -> Any:
         for again in (True, True, False):
             try:
-                answer = self._session.get(f"{self.url}/api/v2/{path}", params=query, timeout=self._timeout_s)
+                answer = self._session.get(f"{self.url}/{path}", params=query, timeout=self._timeout_s)
             except requests.ConnectionError:
                 if not again:
                     raise

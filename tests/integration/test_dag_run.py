@@ -175,6 +175,23 @@ def test_a_dry_run_tells_and_touches_nothing(stand: Stack, client: AirflowClient
     assert production_untouched(stand)
     assert manifest(stand) == []
 
+    page = client.page(dag=DAG_ID, run=run.id)
+    assert page["run"]["foretold"]["samples"] == 100
+    assert page["run"]["foretold"]["lines"][0].startswith("Would extract 100 samples in 1 shards")
+    assert [step["task_id"] for step in page["run"]["steps"]][:2] == ["plan", "top_up"]
+    assert page["datasets"] == []
+
+
+def test_the_page_is_airflow_s_plugin_and_behind_its_login(stand: Stack, client: AirflowClient) -> None:
+    assert stand.airflow is not None
+    assert client.get("plugins/importErrors")["import_errors"] == []
+    [plugin] = [p for p in client.get("plugins")["plugins"] if p["name"] == "hsx"]
+    assert [view["name"] for view in plugin["external_views"]] == ["Hidden states"]
+    with pytest.raises(DemoError, match="HTTP 401"):
+        AirflowClient(stand.airflow.url, "nobody", "").page()
+    with pytest.raises(DemoError, match="HTTP 404"):
+        client.page(dag="another", run="r")
+
 
 def test_old_states_go_only_after_a_person_approved_their_list(
     stand: Stack, client: AirflowClient, tmp_path: Path
@@ -254,6 +271,13 @@ def test_a_server_killed_in_mid_extraction_is_red_and_production_comes_back_and_
     summary = run.xcom("extract", 0)
     assert summary["extracted"] == 100 - published
     assert summary["published"] == summary["samples"] == 100
+    page = client.page(dag=DAG_ID, run=run.id)
+    assert (page["run"]["totals"]["states"], page["run"]["totals"]["samples"]) == ({"done": 1}, 100)
+    assert page["run"]["rates"]["tok_s"]
+    assert [f["task_id"] for f in page["run"]["failures"]] == ["extract"]  # the first try stays told
+    assert page["run"]["failures"][0]["message"]
+    assert (page["hosts"][0]["mode"], page["hosts"][0]["lease"]) == ("production", None)
+    assert page["datasets"][0]["samples"] == 100
     assert run.xcom("verify")["samples"] == 100
     assert Path(run.xcom("handoff")["path"]).is_file()
     assert run.tasks()["restore"].try_number == 1  # not run again: the shard borrowed the host and gave it back

@@ -99,7 +99,8 @@ def seed(count: int, samples: int, state: str, *, points: int, run_id: str) -> N
 
         over = state == "success"
         at = begun + timedelta(seconds=30)
-        before = ["plan", "disk_check", "gate", "approve_cleanup", "benchmark_before", "acquire", "stop_production",
+        before = ["plan", "top_up", "disk_check", "gate", "approve_cleanup", "benchmark_before", "acquire",
+                  "stop_production",
                   "apply_patch", "start_extraction", "extraction_healthy", "probe", "cleanup_old_states"]  # fmt: skip
         after = ["verify", "restore", "production_healthy", "benchmark_after", "handoff", "verdict"]
         for task_id in before:

@@ -2,8 +2,8 @@
 
     make bench-page
 
-A throw-away Airflow (SQLite, one api-server worker) with one seeded run of 500 shards that goes on, and Chromium. Prints
-medians of ten; nothing is asserted.
+A throw-away Airflow (SQLite, one api-server worker) with one seeded run of 500 shards that goes on, and Chromium.
+Prints medians of ten; no time is asserted.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import tempfile
 import time
 from pathlib import Path
 
+import requests
+from playwright.sync_api import sync_playwright
+
 REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO / "tests" / "ui"), str(REPO / "plugins"), str(REPO / "include")]
 
-import requests
-from conftest import FLAGS, WAIT_MS, chromium, logged_in
-from playwright.sync_api import sync_playwright
+from browsers import FLAGS, WAIT_MS, chromium, logged_in  # noqa: E402
 
-from hsx_demo.components import Airflow, new_airflow
+from hsx_demo.components import Airflow, new_airflow  # noqa: E402
 
 SHARDS, SAMPLES, ROUNDS = 500, 20, 10
 

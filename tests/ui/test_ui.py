@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import requests
-from conftest import logged_in, picture
+from browsers import logged_in
+from conftest import picture
 from playwright.sync_api import Browser, BrowserContext, FrameLocator, Page, expect
 
 from hsx_demo.client import AirflowClient

@@ -224,7 +224,7 @@ def extraction(dag_id: str, profiles: list[str], shape: Shape) -> DAG:
         catchup=False,
         max_active_runs=1,  # one server state a host; its pool (one slot) and the lease on the host guard it too
         params={"profile": profile_param(profiles, usual if usual in profiles else profiles[0]), **PARAMS},
-        tags=["hsx", "eagle3", "sglang", *(["broken profile"] if shape.problem else [])],
+        tags=["hsx", "eagle3", "hidden-states", "sglang", *(["broken profile"] if shape.problem else [])],
         default_args={"owner": "hsx", "execution_timeout": timedelta(hours=2)},
         render_template_as_native_obj=True,
     ) as dag:

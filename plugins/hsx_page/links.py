@@ -9,6 +9,7 @@ from airflow.sdk import BaseOperator, BaseOperatorLink
 
 from hsx_operators.disk import ApproveCleanupOperator, CleanupOldStatesOperator, DiskSpaceOperator
 from hsx_operators.extraction import (
+    ConvertFormatsOperator,
     ExtractShardOperator,
     ProbeOperator,
     TrainingHandoffOperator,
@@ -54,6 +55,7 @@ class PageLink(BaseOperatorLink):
         CleanupOldStatesOperator,
         ExtractShardOperator,
         VerifyDatasetOperator,
+        ConvertFormatsOperator,
         RestoreProductionOperator,
         ReassignOperator,
         TrainingHandoffOperator,

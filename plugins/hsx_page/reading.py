@@ -24,8 +24,8 @@ from hsx_operators.foretold import FORETOLD
 from hsx_operators.plan import SKIPPED_BECAUSE
 from hsx_operators.published import PROGRESS, TRIES
 
-#: DAGs with this tag are the page's.
-TAG = "hsx"
+#: DAGs with this tag are the page's: those that extract, not those that train on what was extracted.
+TAG = "hidden-states"
 RESULT = "return_value"
 #: Of these, results are read; a gate's result is the list of shards, which plan has told already.
 TOLD_BY = (
@@ -80,7 +80,7 @@ Told = dict[tuple[str, int, str], Any]
 
 
 def dags(session: Session) -> list[str]:
-    """The DAGs that carry hsx's tag."""
+    """The DAGs that extract hidden states."""
     return list(session.scalars(select(DagTag.dag_id).where(DagTag.name == TAG).order_by(DagTag.dag_id)))
 
 

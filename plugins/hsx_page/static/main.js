@@ -47,7 +47,7 @@ async function read() {
   try {
     const answer = await fetch(`api/overview${window.location.search}`, { headers: { Accept: "application/json" } });
     if (answer.status === 401 || answer.status === 403) {
-      ui.trouble = answer.status === 401 ? "Your login has ended: reload Airflow to log in again." : "You may not read hsx's DAGs: ask for read access to them.";
+      ui.trouble = answer.status === 401 ? "Your login has ended: reload Airflow to log in again." : "You may not read these DAGs: ask for read access to them.";
     } else if (!answer.ok) {
       const body = await answer.json().catch(() => ({}));
       ui.trouble = `Airflow answers ${answer.status}${body.detail ? `: ${body.detail}` : ""}. Trying again.`;

@@ -23,7 +23,7 @@ SUITES = (
     ("host, system", "host", ("tests/system",), ("-n", "2", "--dist", "loadscope")),
     ("host, some faults", "host", ("tests/faults/host",), ("-n", "2", "-m", "quick")),
     ("airflow, unit", "airflow", ("tests/unit/airflow", "tests/unit/demo"), ("-n", "2")),
-    ("airflow, integration", "airflow", ("tests/integration",), ()),
+    ("airflow, integration", "airflow", ("tests/integration",), ("-n", "2", "--dist", "loadfile")),
 )
 
 

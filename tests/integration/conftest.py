@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,6 +24,11 @@ from hsx_operators.hook import GpuHostHook
 
 REPO = Path(__file__).resolve().parents[2]
 CONN = "hsx_test_host"
+
+
+def pytest_unconfigure() -> None:
+    """Airflow's folder goes with the session."""
+    shutil.rmtree(os.environ["AIRFLOW_HOME"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

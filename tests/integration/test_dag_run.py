@@ -18,7 +18,7 @@ import pytest
 from hsx_demo import processes
 from hsx_demo.client import AirflowClient, Task
 from hsx_demo.errors import DemoError
-from hsx_demo.stack import DAG_ID, Stack
+from hsx_demo.stack import DAG_ID, TRAINING_DAG_ID, Stack
 
 pytestmark = pytest.mark.xdist_group("dag")
 
@@ -170,7 +170,7 @@ def test_a_dry_run_tells_and_touches_nothing(stand: Stack, client: AirflowClient
     assert "Dry run: would extract 100 samples in 1 shards" in said
     assert "bytes)" in said
     states = run.states()
-    assert {n for n, s in states.items() if s == "success"} == {"plan", "disk_check", "gate", "verdict"}
+    assert {n for n, s in states.items() if s == "success"} == {"plan", "top_up", "disk_check", "gate", "verdict"}
     assert states["extract"] == states["restore"] == "skipped"
     assert production_untouched(stand)
     assert manifest(stand) == []
@@ -292,6 +292,34 @@ def test_nothing_to_do_leaves_production_alone(stand: Stack, client: AirflowClie
     assert "Nothing to do: all 100 samples" in run.log("gate")
     assert run.states()["acquire"] == "skipped"
     assert [e for e in journal(stand)[len(before) :] if e != "job started"] == []
+
+
+def test_a_missed_hand_off_is_made_up_and_starts_the_training(stand: Stack, client: AirflowClient) -> None:
+    """The Asset's event carries the hand-off; the profile's trainer here only writes a file where a checkpoint goes."""
+    assert stand.output is not None
+    (handoff,) = stand.output.glob("tiny-chats-*/handoff.json")
+    handoff.unlink()
+    client.unpause(TRAINING_DAG_ID)
+    before = journal(stand)
+    run = Run(client, {"shards": "0"})
+    assert run.end() == "success", run.story()
+    states = run.states()
+    assert "Only the hand-off is missing" in run.log("gate")
+    assert (states["handoff"], states["acquire"], states["verify"]) == ("success", "skipped", "skipped")
+    assert handoff.is_file()
+    assert "server started" not in journal(stand)[len(before) :]
+
+    training = client.wait_for_run(TRAINING_DAG_ID)
+    ended = client.watch(TRAINING_DAG_ID, training, timeout_s=RUN_TIMEOUT_S, poll_s=1.0)
+    tasks = {t.task_id: t for t in client.tasks(TRAINING_DAG_ID, training)}
+    logs = {n: "\n".join(client.log_lines(TRAINING_DAG_ID, training, t)) for n, t in tasks.items()}
+    assert ended == "success", {n: log[-2000:] for n, log in logs.items()}
+    assert str(handoff) in logs["handoffs"]
+    assert "train: 2 of 2 (100 %)" in logs["train"]
+    trained = client.xcom(TRAINING_DAG_ID, training, "train", map_index=0)
+    assert Path(trained["drafter"], "model.safetensors").read_text() == "learned [1, 4, 6]"
+    assert "The profile has no acceptance" in logs["acceptance"]
+    assert client.xcom(TRAINING_DAG_ID, training, "acceptance", map_index=0)["drafter"] == trained["drafter"]
 
 
 def test_a_host_program_killed_is_red_and_production_comes_back_and_a_whole_clear_does_the_rest(

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 BEFORE = ("benchmark_before", "acquire")
 
 
+#: States of a task that is at work, or will be: the verdict waits for all that it judges, so that none should be left.
+UNFINISHED = ("scheduled", "queued", "running", "deferred", "up_for_retry", "up_for_reschedule", "restarting")
+
+
 class RunFailed(HsxOperatorError):
     """A task of the run failed; the message says which, and how production stands."""
 
@@ -142,6 +146,8 @@ def judge(states: dict[str, str | None], skipped_on_purpose: str) -> list[str]:
         lines.append(f"Failed: {', '.join(failed)}")
     if blocked := by.get("upstream_failed"):
         lines.append(f"Did not run because of that: {', '.join(blocked)}")
+    if unfinished := [name for state in UNFINISHED for name in by.get(state, [])]:
+        lines.append(f"Not ended yet: {', '.join(unfinished)}")
     if not skipped_on_purpose and (skipped := by.get("skipped")):
         lines.append(f"Skipped by hand: {', '.join(skipped)}")
     return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -29,6 +30,17 @@ def test_skips_are_wanted_or_not() -> None:
     assert judge(states, "dry run") == []
     assert judge(states, "") == ["Skipped by hand: extract"]
     assert judge({**states, "plan": "failed"}, "dry run") == ["Failed: plan"]
+
+
+@pytest.mark.parametrize("meant", ["", "nothing to do"])
+@pytest.mark.parametrize(
+    "states", list(product(["success", "failed", "upstream_failed", "skipped", "deferred"], repeat=3))
+)
+def test_green_exactly_where_nothing_is_wrong(states: tuple[str, ...], meant: str) -> None:
+    """Never green with a failed shard, never red without something that is wrong."""
+    good = {"success", "skipped"} if meant else {"success"}
+    named: dict[str, str | None] = {f"extract_{i}": state for i, state in enumerate(states)}
+    assert (judge(named, meant) == []) == (set(states) <= good)
 
 
 class _Ti:

@@ -205,6 +205,10 @@ class Stand:
         file = self.home / "state" / "journal.jsonl"
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
+    def renewed(self) -> float:
+        """When the lease was renewed last: each poll does."""
+        return (self.home / "state" / "lease.json").stat().st_mtime
+
     def told(self, event: str, after: int = 0) -> bool:
         return any(event in e["event"] for e in self.journal()[after:])
 
@@ -307,6 +311,8 @@ class DagRun:
         """Until ``count`` samples are published and the task waits in the triggerer."""
         until(lambda: self._alive() and self.manifest() >= count, self.story, PATIENCE_S)
         until(lambda: self._alive() and self.states().get("extract.0") == "deferred", self.story, PATIENCE_S)
+        deferred = time.time()  # the trigger polls too by now, not only the worker did
+        until(lambda: self.stand.renewed() > deferred, self.story)
 
     def _alive(self) -> bool:
         state = self.state()

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from fault_dag import SAMPLES, DagRun, Row, Stand, until
@@ -39,26 +40,25 @@ def in_mid_shard(stand: Stand) -> DagRun:
     return run
 
 
+def change(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text, f"{file} has no {old}"
+    file.write_text(text.replace(old, new))
+
+
 def goes_on(stand: Stand, run: DagRun, job: int, since: float) -> None:
     """The same remote job, the same task's try, and polls that have renewed the lease since."""
-    until(lambda: renewed(stand) > since, run.story, 300)
+    until(lambda: stand.renewed() > since, run.story, 300)
     assert run.state() == "running", run.story()
     assert run.job()["pid"] == job
     assert run.tasks()["extract.0"].try_number == 1, run.story()
 
 
-def renewed(stand: Stand) -> float:
-    """When the lease was renewed last."""
-    return (stand.home / "state" / "lease.json").stat().st_mtime
-
-
 def test_the_dag_and_the_profile_are_changed(stand: Stand, run: DagRun, job: int, row: Row) -> None:
     """The plan is frozen: what runs goes on as it began."""
     row("DAG file and profile changed in mid-run", "extracting")
-    file = stand.profiles / "faults.yaml"
-    file.write_text(file.read_text().replace("layers: [1, 4]", "layers: [2, 5]"))
-    dag = stand.dags / "hsx_extraction.py"
-    dag.write_text(dag.read_text().replace('"eagle3", "sglang"]', '"eagle3", "sglang", "changed"]'))
+    change(stand.profiles / "faults.yaml", "layers: [1, 4]", "layers: [2, 5]")
+    change(stand.dags / "hsx_extraction.py", '"eagle3", "sglang"', '"eagle3", "changed", "sglang"')
     tags = lambda: [t["name"] for t in stand.client.get(f"dags/{DAG_ID}")["tags"]]  # noqa: E731
     until(lambda: "changed" in tags(), "the DAG file is read again")
     goes_on(stand, run, job, time.time())

@@ -10,7 +10,7 @@ from fault_disk import SmallDisk
 from fault_host import SAMPLES, FaultHost, MakeHost, Row, until
 from fault_stages import AT, EXTRACT, EXTRACTION, STOP, Verb, give_back
 
-from hsx_host import lease
+from hsx_host import health, lease
 
 Break = Callable[[SmallDisk], None]
 
@@ -59,8 +59,8 @@ def test_the_home_before_the_host_is_borrowed(
 @pytest.mark.parametrize(("strike", "fault", "wanted"), KINDS)
 @pytest.mark.parametrize(
     ("stage", "verb"),
-    [("lease held", STOP), ("production stopped", EXTRACTION), ("extraction up", ("serve", "production"))],
-    ids=["lease-held", "production-stopped", "extraction-up"],
+    [("lease held", STOP), ("production stopped", EXTRACTION)],
+    ids=["lease-held", "production-stopped"],
 )
 def test_the_home_while_the_host_is_borrowed(
     make_host: MakeHost,
@@ -85,6 +85,28 @@ def test_the_home_while_the_host_is_borrowed(
     row(
         end="the guard restores as soon as it can write; production as it was, lease free, nothing left",
         log=f'exit {wanted[0]} of the step; journal: "lease lapsed", "guard: production is not back yet"',
+    )
+
+
+@pytest.mark.parametrize("disk", ["home"], indirect=True)
+@pytest.mark.parametrize(("strike", "fault", "wanted"), KINDS)
+def test_production_comes_back_although_nothing_can_be_written(
+    make_host: MakeHost, row: Row, disk: SmallDisk, strike: Break, fault: str, wanted: tuple[int, str]
+) -> None:
+    row(f"{fault} (home)", "extraction up, giving back")
+    host = make_host(ttl_s=SHORT_TTL_S)
+    with host.polled():
+        AT["extraction up"].bring(host)
+    strike(disk)
+    said = host.verb("serve", "production")
+    assert said.rc == 0, said
+    assert health.problem(host.spec.production) == ""
+    until(host.lapsed, "the lease lapses")
+    disk.mend()
+    host.settled()
+    row(
+        end="production comes back at once, the guard writes it down as soon as it can; lease free, nothing left",
+        log="serve production: the journal takes no line",
     )
 
 

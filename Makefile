@@ -56,6 +56,9 @@ screenshots:     ## the same, and its pictures become those of docs/images
 vendor:          ## the page's JavaScript libraries anew, as plugins/hsx_page/package-lock.json names them (npm)
 	@sh plugins/hsx_page/vendor.sh
 
+test-hosts:      ## two hosts, nights, windows and backfills on real parts (half an hour)
+	@$(use_airflow); $(use_host); $(rooms); exec "$$AF" -m pytest tests/integration/long_hosts.py -v
+
 lint:            ## ruff and mypy
 	@$(use_airflow); "$$AF" -m ruff check .; "$$AF" -m ruff format --check .; "$$AF" -m mypy $(checked)
 

@@ -8,6 +8,7 @@ from zoneinfo import ZoneInfo
 
 from airflow.sdk import DAG, BaseOperator, CronTriggerTimetable, Param, TaskGroup, TriggerRule, XComArg
 
+from hsx_operators.alerts import deadline
 from hsx_operators.disk import ApproveCleanupOperator, CleanupOldStatesOperator, DiskSpaceOperator
 from hsx_operators.extraction import (
     ConvertFormatsOperator,
@@ -19,7 +20,7 @@ from hsx_operators.extraction import (
 from hsx_operators.fleet import ReassignOperator, ShareOperator
 from hsx_operators.hosts import DAG_ID, TAKE_OVER, dag_id_of
 from hsx_operators.plan import GateOperator, PlanOperator
-from hsx_operators.profile import FORMATS, Nightly, default_profile
+from hsx_operators.profile import FORMATS, default_profile
 from hsx_operators.sensors import ServerHealthSensor
 from hsx_operators.servers import (
     AcquireHostOperator,
@@ -32,6 +33,7 @@ from hsx_operators.servers import (
 from hsx_operators.shapes import HostShape, Shape, shapes
 from hsx_operators.spec import AS_PROFILE
 from hsx_operators.topup import TopUpOperator
+from hsx_operators.unattended import Nightly
 from hsx_operators.verdict import VerdictOperator
 
 DOC = """
@@ -221,6 +223,7 @@ def extraction(dag_id: str, profiles: list[str], shape: Shape) -> DAG:
         doc_md=f"### This profile can't be used\n```\n{shape.problem}\n```\n{DOC}" if shape.problem else DOC,
         schedule=nights(shape.nightly),
         start_date=datetime(2026, 1, 1, tzinfo=ZoneInfo(shape.nightly.timezone)),
+        deadline=deadline(shape.profile, shape.alerts),
         catchup=False,
         max_active_runs=1,  # one server state a host; its pool (one slot) and the lease on the host guard it too
         params={"profile": profile_param(profiles, usual if usual in profiles else profiles[0]), **PARAMS},

@@ -200,13 +200,15 @@ class RunSpec:
 
 @dataclass(frozen=True)
 class ErrorDoc:
-    """Why a verb ended with another code than 0. ``kind``: bad_input, refused, again, bug."""
+    """Why a verb ended with another code than 0. ``kind``: bad_input, refused, again, bug. ``count``: of the samples
+    that failed, where they are the reason."""
 
     kind: str
     message: str
     field: str = ""
     value: str = ""
     fix: str = ""
+    count: int = 0
 
 
 @dataclass(frozen=True)
@@ -434,7 +436,7 @@ class ProbeReport:
 @dataclass(frozen=True)
 class ShardSummary:
     """One shard after ``extract``. ``published`` counts samples in the manifest, ``extracted`` those of this call,
-    ``left`` those that the end of the window left for the next run."""
+    ``left`` those that the end of the window left for the next run; ``new_*`` are of this call."""
 
     shard: int
     name: str
@@ -449,6 +451,8 @@ class ShardSummary:
     proof: str
     failures: list[str]
     left: int = 0
+    new_tokens: int = 0
+    new_bytes: int = 0
 
 
 @dataclass(frozen=True)

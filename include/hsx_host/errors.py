@@ -14,14 +14,15 @@ class HsxError(Exception):
     :param field: the setting or input it belongs to, as the profile spells it.
     :param value: what stands there.
     :param fix: what to do.
+    :param count: how many samples failed, where they are what is wrong.
     """
 
     kind = "bug"
     code = BUG
 
-    def __init__(self, message: str, *, field: str = "", value: object = "", fix: str = "") -> None:
+    def __init__(self, message: str, *, field: str = "", value: object = "", fix: str = "", count: int = 0) -> None:
         super().__init__(message)
-        self.doc = ErrorDoc(kind=self.kind, message=message, field=field, value=str(value)[:500], fix=fix)
+        self.doc = ErrorDoc(kind=self.kind, message=message, field=field, value=str(value)[:500], fix=fix, count=count)
 
     def __str__(self) -> str:
         d = self.doc

@@ -78,7 +78,7 @@ class _Shard:
         self._failed: dict[int, Failed] = {}
         self._suspects: dict[int, suspects.Suspect] = {}
         self._began = 0.0
-        self._tokens = 0
+        self._tokens = self._bytes = 0
         self._stop_after, self._left = stop_after, 0  # left: samples that the end of the window left unasked
 
     def extract(self) -> ShardSummary:
@@ -191,6 +191,7 @@ class _Shard:
         self._published |= crew.published
         self._failed |= crew.failed
         self._tokens, self._left = crew.tokens, crew.left
+        self._bytes = sum(line.bytes for line in crew.published.values())
 
     def _died(self, crew: Crew, why: str) -> None:
         """Remember what was in flight when the server died; what was alone again goes to the ledger."""
@@ -256,6 +257,8 @@ class _Shard:
             tok_s=round(self._tokens / seconds, 1) if seconds > 0 else 0.0,
             proof=text,
             left=self._left,
+            new_tokens=self._tokens,
+            new_bytes=self._bytes,
             failures=[f"row {f.index} after {f.tries} tries: {f.reason}" for f in list(self._failed.values())[:20]],
         )
 
@@ -280,4 +283,5 @@ class _Shard:
                 field="failures.jsonl",
                 value=self._files.failures,
                 fix="run this shard again: it does only these",
+                count=summary.failed,
             )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from airflow.providers.standard.operators.hitl import ApprovalOperator
 
 from hsx_host import contract as c
+from hsx_operators.alerts import Alarm
 from hsx_operators.answers import human_bytes
 from hsx_operators.base import HostVerbOperator
 from hsx_operators.errors import HostRefused
@@ -25,6 +26,10 @@ class DiskSpaceOperator(HostVerbOperator):
     """
 
     result_type = c.DiskVerdict
+
+    def __init__(self, **kwargs: Any) -> None:
+        kwargs.setdefault("on_failure_callback", Alarm("disk_short", only=HostRefused))
+        super().__init__(**kwargs)
 
     def verb(self, context: Context) -> list[str]:
         """``disk``."""

@@ -74,7 +74,7 @@ class VerbFailed(HostError):
     """The host program ended with an ErrorDoc."""
 
     def __init__(self, verb: str, doc: ErrorDoc, detail: str = "") -> None:
-        self.verb = verb
+        self.verb, self.count = verb, doc.count
         message = f"{verb}: {doc.message}" + (f"\n{detail}" if detail else "")
         super().__init__(message, field=doc.field, value=doc.value, fix=doc.fix)
 

@@ -10,7 +10,7 @@ from airflow.sdk import Asset
 from airflow.sdk.exceptions import AirflowSkipException
 
 from hsx_host import contract as c
-from hsx_operators import errors, window
+from hsx_operators import alerts, errors, metrics, window
 from hsx_operators.answers import human_bytes, human_seconds
 from hsx_operators.base import HostVerbOperator
 from hsx_operators.hosts import POOL
@@ -31,6 +31,10 @@ class ProbeOperator(HostVerbOperator):
     """The probe matrix on the live extraction server, before any shard and before any deletion."""
 
     result_type = c.ProbeReport
+
+    def __init__(self, **kwargs: Any) -> None:
+        kwargs.setdefault("on_failure_callback", alerts.Alarm("probe_failed"))
+        super().__init__(**kwargs)
 
     def verb(self, context: Context) -> list[str]:
         """``probe``."""
@@ -88,6 +92,7 @@ class ExtractShardOperator(HostVerbOperator):
         except errors.HostTryAgain as e:
             if e.field == "failures.jsonl":
                 context["ti"].xcom_push(key=FAILURES, value=e.message)
+                metrics.samples_failed(getattr(e, "count", 0), host)
             raise
 
     def allowed_retries(self, error: errors.HsxOperatorError, host: dict[str, Any]) -> int | None:
@@ -111,6 +116,7 @@ class ExtractShardOperator(HostVerbOperator):
             document.tok_s,
             document.proof,
         )
+        metrics.shard_done(document, host)
         return c.to_dict(document)
 
 
@@ -213,6 +219,7 @@ class TrainingHandoffOperator(HostVerbOperator):
                 raise
             reason = f"The window has ended: {e.message.removeprefix('handoff: ')}."
             ti.xcom_push(key=SKIPPED_BECAUSE, value=reason)
+            alerts.tell(context, "window_ended", reason)
             raise AirflowSkipException(reason) from None
 
     def verb(self, context: Context) -> list[str]:

@@ -10,10 +10,8 @@ import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
-from zoneinfo import ZoneInfo
 
 import yaml
-from croniter import croniter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from hsx_operators import INCLUDE
@@ -21,12 +19,10 @@ from hsx_operators.errors import ProfileError
 from hsx_operators.hosts import HOST_NAME, POOL, host_bodies, moved
 from hsx_operators.problems import path_of, problem
 from hsx_operators.trainers import Training
+from hsx_operators.unattended import Alerts, Nightly
 
 #: Formats of a data set: the modules of hsx_host.formats, which is not imported here (it belongs to the host).
 FORMATS = tuple(sorted(p.stem for p in (INCLUDE / "hsx_host" / "formats").glob("[a-z]*.py")))
-
-#: A time of day, "05:00".
-CLOCK = r"([01]\d|2[0-3]):[0-5]\d"
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[int, Field(ge=1)]
@@ -197,41 +193,6 @@ class Tasks(_Model):
     lease_ttl_s: Annotated[float, Field(ge=30)] = 900
 
 
-class Nightly(_Model):
-    """When the profile runs by itself: a cron line and its time zone (IANA), and when extraction ends ("05:00").
-
-    ``stop_after`` bounds scheduled runs and backfills; a run that a person triggers has no window unless its Param
-    says so.
-    """
-
-    schedule: str = ""
-    timezone: str = "UTC"
-    stop_after: str = ""
-
-    @field_validator("schedule")
-    @classmethod
-    def _cron(cls, line: str) -> str:
-        if line and not croniter.is_valid(line):
-            raise ValueError("is not a cron line (such as 0 1 * * *)")
-        return line
-
-    @field_validator("timezone")
-    @classmethod
-    def _zone(cls, zone: str) -> str:
-        try:
-            ZoneInfo(zone)
-        except (KeyError, ValueError, OSError):
-            raise ValueError("is not a time zone (such as Europe/Berlin)") from None
-        return zone
-
-    @field_validator("stop_after")
-    @classmethod
-    def _clock(cls, time: str) -> str:
-        if time and not re.fullmatch(CLOCK, time):
-            raise ValueError('is not a time of day (such as "05:00", quoted)')
-        return time
-
-
 class Profile(_Model):
     """One host, one model, one way to extract. A file may list several ``hosts``: see ``load_hosts``."""
 
@@ -245,6 +206,7 @@ class Profile(_Model):
     cleanup: Cleanup = Cleanup()
     tasks: Tasks = Tasks()
     nightly: Nightly = Nightly()
+    alerts: Alerts = Alerts()
     training: Training | None = None
 
 

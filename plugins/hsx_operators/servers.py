@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from airflow.sdk import SkipMixin
 
 from hsx_host import contract as c
-from hsx_operators import window
+from hsx_operators import alerts, metrics, window
 from hsx_operators.alarm import production_is_down
 from hsx_operators.base import HostVerbOperator
 from hsx_operators.errors import HostHeld, HostRefused, HostUnreachable, HsxOperatorError
@@ -17,6 +17,10 @@ from hsx_operators.retry import ACQUIRE_RETRIES, RESTORE_RETRIES, HostRetryPolic
 
 if TYPE_CHECKING:
     from airflow.sdk.definitions.context import Context
+
+
+#: In the pool, giving a host back goes before any step of another run.
+GIVE_BACK_FIRST = 1_000_000
 
 
 class HoldOff(HostVerbOperator, SkipMixin):
@@ -43,6 +47,7 @@ class HoldOff(HostVerbOperator, SkipMixin):
         )
         self.log.info("%s", reason)
         context["ti"].xcom_push(key=SKIPPED_BECAUSE, value=reason)
+        alerts.tell(context, "window_ended", reason)
         group = self.task_id.rpartition(".")[0] if self.on else ""
         self.skip(ti=context["ti"], tasks=window.rest_of(context, group))
         return True
@@ -186,7 +191,9 @@ class RestoreProductionOperator(HostVerbOperator):
     default_policy: ClassVar[HostRetryPolicy] = RESTORE_RETRIES
 
     def __init__(self, **kwargs: Any) -> None:
-        kwargs.setdefault("on_failure_callback", production_is_down)
+        kwargs.setdefault("on_failure_callback", [production_is_down, alerts.Alarm("production_not_restored")])
+        kwargs.setdefault("priority_weight", GIVE_BACK_FIRST)
+        kwargs.setdefault("weight_rule", "absolute")
         super().__init__(**kwargs)
 
     def verb(self, context: Context) -> list[str]:
@@ -195,6 +202,9 @@ class RestoreProductionOperator(HostVerbOperator):
 
     def result(self, document: c.RestoreReport, host: dict[str, Any], context: Context) -> Any:
         """Tell how production stands. The host is given back by now; what is not as it was makes the task red."""
+        ti = context["ti"]
+        lease = ti.xcom_pull(task_ids=f"{self.task_id.removesuffix('restore')}acquire") or {}
+        metrics.given_back(ti.start_date.timestamp(), lease.get("since"), host)
         self.log.info("%s; SGLang %s, %d files as installed", document.text, document.sglang, document.files_checked)
         if document.problems:
             raise HostRefused(

@@ -11,14 +11,17 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from hsx_operators.errors import ProfileError
 from hsx_operators.hosts import POOL, host_bodies
 from hsx_operators.problems import path_of, problem
-from hsx_operators.profile import Nightly, expanded, list_profiles, read_body
+from hsx_operators.profile import expanded, list_profiles, read_body
+from hsx_operators.unattended import Alerts, Nightly
+
+M = TypeVar("M", bound=BaseModel)
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +41,7 @@ class Shape:
     profile: str
     hosts: tuple[HostShape, ...] = (HostShape(),)
     nightly: Nightly = field(default_factory=Nightly)
+    alerts: Alerts = field(default_factory=Alerts)
     problem: str = ""
 
     @property
@@ -57,13 +61,11 @@ def shape(name: str) -> Shape:
         body = read_body(name)
         if not isinstance(body, dict):
             raise ProfileError(f"profile {name}", ["is no mapping"])
-        found, _ = expanded({k: v for k, v in body.items() if k in ("host", "hosts", "nightly")})
+        found, _ = expanded({k: v for k, v in body.items() if k in ("host", "hosts", "nightly", "alerts")})
         try:
             bodies = host_bodies(found)
-            nightly = Nightly.model_validate(found.get("nightly") or {})
-        except ValidationError as e:
-            lines = [problem(d, f"nightly.{path_of(d['loc'])}", Nightly) for d in e.errors()]
-            raise ProfileError(f"profile {name}", lines) from None
+            nightly = _part(name, "nightly", Nightly, found)
+            alerts = _part(name, "alerts", Alerts, found)
         except ValueError as e:
             raise ProfileError(f"profile {name}", [str(e)]) from None
     except (ProfileError, OSError) as e:
@@ -73,7 +75,16 @@ def shape(name: str) -> Shape:
     for _, one in bodies:
         host: dict[str, Any] = one["host"] if isinstance(one.get("host"), dict) else {}
         hosts.append(HostShape(str(host.get("name", "")) if len(bodies) > 1 else "", str(host.get("pool") or POOL)))
-    return Shape(name, tuple(hosts), nightly)
+    return Shape(name, tuple(hosts), nightly, alerts)
+
+
+def _part(profile: str, key: str, model: type[M], found: dict[str, Any]) -> M:
+    """One section of a profile; ProfileError names what is wrong with it."""
+    try:
+        return model.model_validate(found.get(key) or {})
+    except ValidationError as e:
+        lines = [problem(d, f"{key}.{path_of(d['loc'])}", model) for d in e.errors()]
+        raise ProfileError(f"profile {profile}", lines) from None
 
 
 def pools() -> dict[str, dict[str, object]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from zoneinfo import ZoneInfo
 
 from hsx_operators.errors import ConfigError
-from hsx_operators.profile import Nightly
+from hsx_operators.unattended import Nightly
 
 if TYPE_CHECKING:
     from airflow.sdk.definitions.context import Context

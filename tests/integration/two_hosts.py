@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -37,7 +38,10 @@ class TwoHosts:
         common = {"python_host": python_host, "model": model, "dataset": data}
         own = {"HSX_PROFILES": str(PROFILES)}
         self.b = Stack(work / "b", output=work / "out", profile="tiny", extra_env=own, **common)  # type: ignore[arg-type]
-        seen = {"HSX_PROFILES": str(profiles), "HSX_B_HOME": str(self.b.host_dir), "HSX_B_PORT": str(self.b.port)}
+        self.alerts = work / "alerts.jsonl"
+        path = os.pathsep.join([*self.b.env["PYTHONPATH"].split(os.pathsep), str(Path(__file__).parent)])
+        seen = {"PYTHONPATH": path, "HSX_TEST_ALERTS": str(self.alerts)}  # for the notifier of the tests
+        seen |= {"HSX_PROFILES": str(profiles), "HSX_B_HOME": str(self.b.host_dir), "HSX_B_PORT": str(self.b.port)}
         self.a = Stack(work / "a", output=work / "out", profile="two", extra_env=seen, **common)  # type: ignore[arg-type]
 
     def start(self) -> TwoHosts:
@@ -66,6 +70,11 @@ class TwoHosts:
         """What happened on one host."""
         file = stack.host_dir / "hsx" / "state" / "journal.jsonl"
         return [json.loads(line)["event"] for line in file.read_text().splitlines()] if file.exists() else []
+
+    def told(self) -> list[tuple[str, str]]:
+        """Subject and text of each alert so far."""
+        lines = self.alerts.read_text().splitlines() if self.alerts.exists() else []
+        return [(subject, text) for subject, text in map(json.loads, lines)]
 
     def published(self) -> list[str]:
         """Manifest lines of the shared data set."""

@@ -16,8 +16,8 @@ from hsx_operators import window
 from hsx_operators.errors import ConfigError, HostHeld, HostTryAgain
 from hsx_operators.extraction import ExtractShardOperator, TrainingHandoffOperator, VerifyDatasetOperator
 from hsx_operators.plan import SKIPPED_BECAUSE
-from hsx_operators.profile import Nightly
 from hsx_operators.servers import AcquireHostOperator, BenchmarkOperator
+from hsx_operators.unattended import Nightly
 
 BERLIN = ZoneInfo("Europe/Berlin")
 NIGHTLY = Nightly(schedule="0 1 * * *", timezone="Europe/Berlin", stop_after="05:00")

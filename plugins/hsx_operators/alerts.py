@@ -1,0 +1,79 @@
+"""Telling people: the notifier of a run's profile is called where its ``alerts`` are configured, and never else."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from airflow.sdk import BaseNotifier
+from airflow.sdk.definitions.callback import AsyncCallback
+from airflow.sdk.definitions.deadline import DeadlineAlert, DeadlineReference
+
+from hsx_operators.profile import load_profile
+from hsx_operators.unattended import Alerts, Event
+
+if TYPE_CHECKING:
+    from airflow.sdk.definitions.context import Context
+
+log = logging.getLogger(__name__)
+
+
+def tell(context: Context, event: Event, text: str) -> None:
+    """Tell the notifier of the run's profile. An alert that can't be sent is logged and fails nothing.
+
+    :param text: what happened, for ``{{ alert_text }}``.
+    """
+    try:
+        alerts = load_profile(str(context["params"]["profile"])).alerts
+        if alerts.notifier and event in alerts.on:
+            _send(alerts, {**context, "alert": event, "alert_text": text})
+    except Exception:
+        log.exception("the alert %s was not sent: %s", event, text)
+
+
+class Alarm:
+    """An ``on_failure_callback``: the task has failed for good.
+
+    :param event: what that means.
+    :param only: the errors that mean it; others are told by Airflow's own ways.
+    """
+
+    def __init__(self, event: Event, only: type[BaseException] = BaseException) -> None:
+        self.event, self.only = event, only
+
+    def __call__(self, context: Context) -> None:
+        error = context.get("exception")
+        if error is None or isinstance(error, self.only):
+            ti = context["ti"]
+            tell(context, self.event, f"{ti.dag_id} {ti.run_id}, {ti.task_id}: {error or 'marked failed'}")
+
+
+def deadline(profile: str, alerts: Alerts) -> DeadlineAlert | None:
+    """The deadline of a profile's own DAG; None where none is configured."""
+    if not (alerts.notifier and alerts.deadline_hours and "deadline" in alerts.on):
+        return None
+    return DeadlineAlert(
+        reference=DeadlineReference.DAGRUN_QUEUED_AT,
+        interval=timedelta(hours=alerts.deadline_hours),
+        callback=AsyncCallback(deadline_missed, kwargs={"profile": profile}),
+        name=f"not ended {alerts.deadline_hours:g} hours after it was queued",
+    )
+
+
+async def deadline_missed(profile: str, context: Any = None, **_: Any) -> None:
+    """Called by the triggerer, with a context of the run's names alone."""
+    alerts = load_profile(profile).alerts
+    run = (context or {}).get("dag_run") or {}
+    run_id = run.get("run_id") or run.get("dag_run_id") or "a run" if isinstance(run, dict) else run.run_id
+    text = f"{run_id} of profile {profile} has not ended {alerts.deadline_hours:g} hours after it was queued"
+    # in a thread: a notifier may know the synchronous way only
+    await asyncio.to_thread(_send, alerts, {**(context or {}), "alert": "deadline", "alert_text": text})
+
+
+def _send(alerts: Alerts, context: Any) -> None:
+    module, _, name = alerts.notifier.rpartition(".")
+    made: BaseNotifier = getattr(importlib.import_module(module), name)(**alerts.args)
+    made(context)

@@ -16,7 +16,7 @@ use_ui = AF="$${UI_PYTHON:-$$($(ENVS) ui)}"; test -n "$$AF"
 # What mypy reads: one call a package root, test folders by themselves (their conftests share a name).
 checked = include plugins dags
 
-.PHONY: help demo demo-training circle up down envs test test-faults test-host test-airflow lint format bench clean clean-cache \
+.PHONY: help demo demo-training circle up down envs test test-faults test-hosts test-host test-airflow lint format bench clean clean-cache \
   test-ui screenshots vendor bench-page
 
 help:            ## this list

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any
-from zoneinfo import ZoneInfo
 
-from airflow.sdk import DAG, BaseOperator, CronTriggerTimetable, Param, TaskGroup, TriggerRule, XComArg
+from airflow.sdk import (
+    DAG,
+    BaseOperator,
+    CronTriggerTimetable,
+    Param,
+    TaskGroup,
+    TriggerRule,
+    XComArg,
+    get_parsing_context,
+)
 
 from hsx_operators.alerts import deadline
 from hsx_operators.disk import ApproveCleanupOperator, CleanupOldStatesOperator, DiskSpaceOperator
@@ -222,7 +230,6 @@ def extraction(dag_id: str, profiles: list[str], shape: Shape) -> DAG:
         description="EAGLE-3 hidden states from a borrowed SGLang host, proved, and the host given back",
         doc_md=f"### This profile can't be used\n```\n{shape.problem}\n```\n{DOC}" if shape.problem else DOC,
         schedule=nights(shape.nightly),
-        start_date=datetime(2026, 1, 1, tzinfo=ZoneInfo(shape.nightly.timezone)),
         deadline=deadline(shape.profile, shape.alerts),
         catchup=False,
         max_active_runs=1,  # one server state a host; its pool (one slot) and the lease on the host guard it too
@@ -257,7 +264,7 @@ def extraction(dag_id: str, profiles: list[str], shape: Shape) -> DAG:
 
 
 def nights(nightly: Nightly) -> CronTriggerTimetable | None:
-    """By the profile's clock; the night that was missed while the DAG was paused isn't made up for at noon."""
+    """By the profile's clock. With a start date of the DAG, unpausing it at noon would run the missed night at once."""
     if not nightly.schedule:
         return None
     return CronTriggerTimetable(nightly.schedule, timezone=nightly.timezone, run_immediately=False)
@@ -278,8 +285,10 @@ def profile_param(names: list[str], default: str) -> Param:
 # One DAG with a form over all profiles of one host; and one for each profile that has several, or runs by itself: its
 # tasks, pools and schedule are its own, and Airflow has one schedule and one set of tasks a DAG.
 ALL = shapes()
-if single := [one.profile for one in ALL if not one.hosts[0].name]:
+WANTED = get_parsing_context().dag_id  # a worker that runs a task needs no other DAG
+single = [one.profile for one in ALL if not one.hosts[0].name]
+if single and WANTED in (None, DAG_ID):
     extraction(DAG_ID, single, Shape(single[0]))
 for one in ALL:
-    if one.own_dag:
+    if one.own_dag and WANTED in (None, dag_id_of(one.profile)):
         extraction(dag_id_of(one.profile), [one.profile], one)

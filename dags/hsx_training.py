@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from airflow.sdk import DAG, Param
 
@@ -54,7 +54,7 @@ with DAG(
         ),
     },
     tags=["hsx", "eagle3", "sglang"],
-    default_args={"owner": "hsx"},
+    default_args={"owner": "hsx", "execution_timeout": timedelta(hours=2)},
     render_template_as_native_obj=True,
 ) as dag:
     handoffs = ReadHandoffsOperator(task_id="handoffs")

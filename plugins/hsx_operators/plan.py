@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from hsx_operators.hosts import dag_id_of, spread
 from hsx_operators.profile import Profile, load_hosts
 from hsx_operators.published import reasons_kept
 from hsx_operators.spec import build_spec, check_known, wants_failed
-from hsx_operators.window import window_end
+from hsx_operators.window import end_for
 
 if TYPE_CHECKING:
     from airflow.sdk.definitions.context import Context
@@ -106,9 +105,7 @@ class PlanOperator(HostVerbOperator):
                 "cleanup_policy": spec.cleanup.policy,
                 "benchmark": spec.benchmark.enabled,
                 "top_up": spec.top_up is not None,
-                "stop_after": window_end(
-                    profile.nightly, str(params.get("stop_after") or ""), str(context["dag_run"].run_type), time.time()
-                ),
+                "stop_after": end_for(profile.nightly, str(params.get("stop_after") or ""), context["dag_run"]),
                 "when_held": profile.tasks.when_held,
                 "shard_retries": profile.tasks.shard_retries,
                 "lease_ttl_s": profile.tasks.lease_ttl_s,

@@ -23,7 +23,7 @@ def window_end(nightly: Nightly, param: str, run_type: str, now: float) -> float
 
     :param param: the run's Param ``stop_after``, "05:00" in the profile's time zone; it wins.
     :param run_type: Airflow's; a person's run without the Param has no window.
-    :param now: the window ends the next time that the clock shows this.
+    :param now: the window ends the next time after this that the clock shows it.
     """
     clock = param or (nightly.stop_after if run_type in BY_ITSELF else "")
     if not clock:
@@ -37,6 +37,13 @@ def window_end(nightly: Nightly, param: str, run_type: str, now: float) -> float
     if end.timestamp() <= now:
         end = datetime.combine(here.date() + timedelta(days=1), at, here.tzinfo)
     return end.timestamp()
+
+
+def end_for(nightly: Nightly, param: str, dag_run: Any) -> float:
+    """``window_end`` of one run: a night that begins late, after its DAG was paused, ends at its own end and not at the
+    next night's."""
+    kind = str(getattr(dag_run.run_type, "value", dag_run.run_type))
+    return window_end(nightly, param, kind, dag_run.run_after.timestamp() if kind == "scheduled" else time.time())
 
 
 def end_of(context: Context, host: dict[str, Any]) -> float:

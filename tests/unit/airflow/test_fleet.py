@@ -134,6 +134,13 @@ def test_the_form_has_the_profiles_of_one_host(dag: DAG) -> None:
     assert "plan" in form.task_ids
 
 
+def test_a_worker_builds_only_the_dag_of_its_task(dag: DAG, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_AIRFLOW_PARSING_CONTEXT_DAG_ID", dag.dag_id)
+    assert {d for d in dag_bag().dags if d.startswith("hsx_extraction")} == {dag.dag_id}
+    monkeypatch.setenv("_AIRFLOW_PARSING_CONTEXT_DAG_ID", "hsx_extraction")
+    assert {d for d in dag_bag().dags if d.startswith("hsx_extraction")} == {"hsx_extraction"}
+
+
 def test_a_broken_profile_breaks_no_other_and_says_so(folder: Path) -> None:
     write(folder, "one", "host: [")
     write(folder, "two", body(nightly={"schedule": "nonsense"}))

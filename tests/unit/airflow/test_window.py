@@ -10,6 +10,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 from airflow.sdk import DAG, BaseOperator
+from airflow.sdk.api.datamodels._generated import DagRunType
 
 from hsx_host import contract as c
 from hsx_operators import window
@@ -53,6 +54,19 @@ def test_the_next_time_that_the_clock_shows_it() -> None:
 def test_whose_window_it_is(param: str, run_type: str, hour: int | None) -> None:
     found = end(datetime(2026, 7, 1, 1, 0, tzinfo=BERLIN), param, run_type)
     assert (found.hour if found else None) == hour
+
+
+@pytest.mark.parametrize(
+    ("kind", "hours"), [(DagRunType.SCHEDULED, -7), (DagRunType.BACKFILL, 17), (DagRunType.MANUAL, None)]
+)
+def test_a_night_that_begins_late_ends_at_its_own_end(
+    monkeypatch: pytest.MonkeyPatch, kind: DagRunType, hours: int | None
+) -> None:
+    noon = datetime(2026, 7, 1, 12, 0, tzinfo=BERLIN)
+    monkeypatch.setattr(window.time, "time", noon.timestamp)
+    run = SimpleNamespace(run_type=kind, run_after=datetime(2026, 7, 1, 1, 0, tzinfo=BERLIN))
+    found = window.end_for(NIGHTLY, "", run)
+    assert (round((found - noon.timestamp()) / 3600) if found else None) == hours
 
 
 def test_no_window_and_a_bad_one() -> None:

@@ -201,7 +201,9 @@ def several_hosts(
     convert = ConvertFormatsOperator(
         task_id="convert", plan_task_id="reassign", trigger_rule=whatever, pool=hosts[0].pool
     )
-    handoff = TrainingHandoffOperator(task_id="handoff", plan_task_id="reassign", pool=hosts[0].pool)
+    handoff = TrainingHandoffOperator(
+        task_id="handoff", plan_task_id="reassign", trigger_rule=TriggerRule.NONE_FAILED, pool=hosts[0].pool
+    )
     ends: list[BaseOperator] = []
     for host in hosts:
         with TaskGroup(host.name):

@@ -174,6 +174,17 @@ class ConvertFormatsOperator(HostVerbOperator):
         """``convert``, for all that the run's formats name."""
         return ["convert"]
 
+    def execute_complete(
+        self, context: Context, event: dict[str, Any], host: dict[str, Any], job_id: str, verb: list[str]
+    ) -> Any:
+        """Skipped where the window ended before anything was published."""
+        try:
+            return super().execute_complete(context, event, host, job_id, verb)
+        except errors.HostBadInput as e:
+            if window.ended(context, host):
+                raise AirflowSkipException(f"the window has ended: {e.message}") from None
+            raise
+
     def result(self, document: c.ConvertResult, host: dict[str, Any], context: Context) -> Any:
         """Tell each format's figures."""
         for one in document.formats:

@@ -53,4 +53,4 @@ def test_a_host_that_was_never_borrowed_wakes_nobody(monkeypatch: pytest.MonkeyP
 
 
 def test_the_restore_raises_the_alarm() -> None:
-    assert RestoreProductionOperator(task_id="restore").on_failure_callback == [production_is_down]
+    assert RestoreProductionOperator(task_id="restore").on_failure_callback[0] == production_is_down

@@ -15,9 +15,10 @@ from hsx_operators.errors import ConfigError, HostLeftOut, ProfileError
 from hsx_operators.extraction import FAILURES
 from hsx_operators.fleet import ReassignOperator, ShareOperator, came_through, unfinished
 from hsx_operators.hosts import spread
-from hsx_operators.plan import check_hosts
+from hsx_operators.plan import SKIPPED_BECAUSE, check_hosts
 from hsx_operators.profile import parse_hosts
 from hsx_operators.shapes import HostShape, pools, shape
+from hsx_operators.verdict import RunFailed, VerdictOperator
 
 STEPS = [
     "share", "benchmark_before", "acquire", "stop_production", "apply_patch", "start_extraction", "extraction_healthy",
@@ -283,3 +284,40 @@ def test_a_host_that_the_plan_left_out_fails_with_the_reason() -> None:
     ti = Ti({}, {("plan", "run_b"): {"problem": "no answer over SSH"}})
     with pytest.raises(HostLeftOut, match="no answer over SSH"):
         ShareOperator(task_id="b.share", on="b", shares={"a": []}).execute({"ti": ti})  # type: ignore[typeddict-item]
+
+
+# ------------------------------------------------------------------------------ the last word
+
+
+def verdict(states: dict[str, str], xcoms: dict[tuple[Any, ...], Any]) -> list[str]:
+    ti = Ti(states, xcoms)
+    operator = VerdictOperator(task_id="verdict", hosts=["a", "b"])
+    summary: list[str] = operator.execute({"ti": ti})["summary"]  # type: ignore[typeddict-item]
+    return summary
+
+
+HANDED = {"samples": 120, "tokens": 9000, "bytes": 1 << 20}
+IDLE = {(f"take_over.{h}.share", SKIPPED_BECAUSE): "nothing to do" for h in "ab"}
+QUIET = {f"take_over.{h}.{s}": "skipped" for h in "ab" for s in ("acquire", "extract", "restore")}
+
+
+def test_groups_that_had_nothing_to_do_are_no_problem() -> None:
+    said = verdict({**GOOD, **QUIET, "handoff": "success"}, {**IDLE, ("handoff", "return_value"): HANDED})
+    assert said == ["The data set is whole and handed on: 120 samples, 9,000 tokens, 1.0 MiB"]
+
+
+def test_a_failed_host_is_red_though_the_others_took_over() -> None:
+    states = {**GOOD, **QUIET, "b.probe": "failed", "b.extract": "upstream_failed", "handoff": "success"}
+    with pytest.raises(RunFailed) as e:
+        verdict(states, {**IDLE, ("handoff", "return_value"): HANDED})
+    assert "Failed: b.probe" in str(e.value)
+    assert "whole and handed on" in str(e.value)
+
+
+def test_a_skip_that_nobody_wanted_is_red_and_a_window_is_not() -> None:
+    states = {**GOOD, **QUIET, "b.extract_0": "skipped"}
+    with pytest.raises(RunFailed, match=r"Skipped by hand: b\.extract_0"):
+        verdict(states, IDLE)
+    assert verdict(states, {**IDLE, ("b.acquire", SKIPPED_BECAUSE): "The window ends"}) == []
+    left = {("handoff", SKIPPED_BECAUSE): "The window has ended: 4 samples are left."}
+    assert verdict({**GOOD, **QUIET, "handoff": "skipped"}, {**IDLE, **left}) == [left["handoff", SKIPPED_BECAUSE]]

@@ -22,11 +22,12 @@ class HiddenStatesPlugin(AirflowPlugin):
     external_views: list[Any] = [  # noqa: RUF012
         {
             "name": TITLE,
-            "href": ENTRY,
+            # Relative: resolved against Airflow's root, which may be a path.
+            "href": ENTRY.removeprefix("/"),
             "destination": "nav",
             "url_route": ROUTE,
-            "icon": f"{PREFIX}/static/icon.svg",
-            "icon_dark_mode": f"{PREFIX}/static/icon-dark.svg",
+            "icon": f"{ENTRY.removeprefix('/')}static/icon.svg",
+            "icon_dark_mode": f"{ENTRY.removeprefix('/')}static/icon-dark.svg",
         }
     ]
     operator_extra_links = [PageLink()]  # noqa: RUF012

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from urllib.parse import quote, urlencode
+from urllib.parse import quote, urlencode, urlsplit
 
 TITLE = "Hidden states"
 PREFIX = "/hsx"
@@ -16,7 +16,8 @@ def page(dag_id: str = "", run_id: str = "", base: str = "") -> str:
     :param base: Airflow's ``api.base_url``; "" gives a path.
     """
     query = f"?{urlencode({'dag': dag_id, 'run': run_id})}" if run_id else ""
-    return f"{base.rstrip('/')}/plugin/{ROUTE}{ENTRY}{query}"
+    root = urlsplit(base).path.rstrip("/")  # Airflow may live below a path; its frame is told the whole one
+    return f"{base.rstrip('/')}/plugin/{ROUTE}{root}{ENTRY}{query}"
 
 
 def task(dag_id: str, run_id: str, task_id: str, map_index: int = -1) -> str:

@@ -252,9 +252,10 @@ def test_tasks_come_in_the_order_of_their_dependencies() -> None:
 
 
 def test_links_survive_every_run_id() -> None:
-    assert places.page("d", "manual__2026-01-01T00:00:00+00:00", "http://af/base/") == (
-        "http://af/base/plugin/hidden-states/hsx/?dag=d&run=manual__2026-01-01T00%3A00%3A00%2B00%3A00"
-    )
+    inner = "/hsx/?dag=d&run=manual__2026-01-01T00%3A00%3A00%2B00%3A00"
+    run = "manual__2026-01-01T00:00:00+00:00"
+    assert places.page("d", run, "http://af") == f"http://af/plugin/hidden-states{inner}"
+    assert places.page("d", run, "http://af/base/") == f"http://af/base/plugin/hidden-states/base{inner}"
     assert places.task("d", "a/b c", "t", 3) == "dags/d/runs/a%2Fb%20c/tasks/t/mapped/3"
 
 

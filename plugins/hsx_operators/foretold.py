@@ -75,7 +75,8 @@ def _lines(
     if deletes:
         how = "after a person's approval" if run["cleanup_policy"] == "ask" else "without asking"
         size = human_bytes(sum(old["bytes"] for old in deletes))
-        lines.append(f"Would delete {len(deletes)} folders of old states, {size}, {how} and after the probe.")
+        folders = "one folder" if len(deletes) == 1 else f"{len(deletes)} folders"
+        lines.append(f"Would delete {folders} of old states, {size}, {how} and after the probe.")
     elif disk["verdict"] == "fits":
         lines.append("Nothing would be deleted.")
     else:

@@ -63,7 +63,7 @@ export function datasetSection(doc) {
 }
 
 function handoff(d) {
-  return html`<details><summary>${d.consumers.length ? `${d.consumers.length} training runs` : "handed off"}</summary>
+  return html`<details><summary>${d.consumers.length ? f.many(d.consumers.length, "training run") : "handed off"}</summary>
     <p class="quiet">On the host:</p><code class="break">${d.handoff}</code>
     ${d.consumers.map((c) => html`<p>${badge(c.state)} ${out(`dags/${encodeURIComponent(c.dag_id)}/runs/${encodeURIComponent(c.run_id)}`, c.dag_id)}</p>`)}
     ${Object.entries(d.commands).map(([name, command]) => html`<p class="quiet">${name.replaceAll("_", " ")}:</p><code class="break">${command}</code>`)}
@@ -72,7 +72,7 @@ function handoff(d) {
 
 export function runsSection(doc) {
   if (!doc.runs.length) return nothing;
-  return section("runs", "Runs", html`<span class="quiet">the last ${doc.runs.length}</span>`, html`<div class="scroll"><table class="stack">
+  return section("runs", "Runs", html`<span class="quiet">${doc.runs.length === 1 ? "the only one" : `the last ${doc.runs.length}`}</span>`, html`<div class="scroll"><table class="stack">
     <thead><tr><th>Run</th><th>State</th><th>Profile</th><th class="n">To do</th><th class="n">Size</th><th>Began</th><th class="n">Took</th></tr></thead>
     <tbody>${doc.runs.map((r) => html`<tr class=${doc.run && r.run_id === doc.run.run_id && r.dag_id === doc.run.dag_id ? "chosen" : ""}>
       <td data-name="Run" class="break"><a href=${runPath(r)}>${r.run_id}</a></td>

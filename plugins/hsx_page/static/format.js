@@ -8,6 +8,10 @@ export function count(n) {
   return n === null || n === undefined ? nothing : GROUPED.format(n);
 }
 
+export function many(n, one) {
+  return `${count(n)} ${one}${n === 1 ? "" : "s"}`;
+}
+
 // 1,234,567 -> 1.23 M: for places where the exact number stands elsewhere
 export function short(n) {
   if (n === null || n === undefined) return nothing;

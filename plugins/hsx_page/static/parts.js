@@ -3,7 +3,7 @@ import { html, nothing } from "./vendor/lit-html.js";
 import { airflow, follow } from "./frame.js";
 
 export const MARK = {
-  success: "✓", done: "✓", running: "●", deferred: "●", failed: "✕", up_for_retry: "↻", retrying: "↻",
+  success: "✓", done: "✓", good: "✓", running: "●", deferred: "●", failed: "✕", up_for_retry: "↻", retrying: "↻",
   upstream_failed: "–", "not run": "–", skipped: "–", waiting: "○", queued: "○", scheduled: "○",
   awaiting_input: "?", "": "○",
 };

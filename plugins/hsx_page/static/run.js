@@ -64,12 +64,12 @@ function foretold(run) {
   return section("foretold", run.dry_run ? "A dry run: what would happen" : "What would happen", "", html`
     <ul class="answer">${t.lines.map((line) => html`<li>${line}</li>`)}</ul>
     <dl class="figures">
-      ${figure("Samples", f.count(t.samples), `in ${f.count(t.shards)} shards, ${f.count(t.done)} are done`)}
+      ${figure("Samples", f.count(t.samples), `in ${f.many(t.shards, "shard")}; ${f.count(t.done)} done before`)}
       ${figure("Tokens", f.count(t.tokens))}
       ${figure("Needs", f.bytes(t.needed_bytes), `${f.bytes(t.free_bytes)} free, ${f.bytes(t.reserve_bytes)} stay free`, t.verdict === "fits" ? "" : "bad")}
       ${figure("Extraction", f.span(t.extract_s), t.tok_s ? `at the measured ${f.count(t.tok_s)} tok/s` : "no rate measured yet")}
       ${figure("Production down", f.span(t.down_s), t.down_s ? "stop to serving again" : "not measured yet")}
-      ${figure("Would be deleted", f.bytes(t.deletes.reduce((sum, d) => sum + d.bytes, 0)), `${t.deletes.length} folders, policy ${t.policy}`, t.deletes.length ? "bad" : "")}
+      ${figure("Would be deleted", f.bytes(t.deletes.reduce((sum, d) => sum + d.bytes, 0)), `${f.many(t.deletes.length, "folder")}, policy ${t.policy}`, t.deletes.length ? "bad" : "")}
     </dl>
     ${t.deletes.length ? html`<div class="scroll"><table><thead><tr><th>Old states that would go</th><th class="n">Files</th><th class="n">Size</th></tr></thead>
       <tbody>${t.deletes.map((d) => html`<tr><td class="break"><code>${d.path}</code></td><td class="n">${f.count(d.files)}</td><td class="n">${f.bytes(d.bytes)}</td></tr>`)}</tbody></table></div>` : nothing}`);
@@ -79,7 +79,7 @@ function failures(run) {
   if (!run.failures.length) return nothing;
   const shown = run.failures.slice(0, 50);
   const more = run.failures.length - shown.length;
-  return section("failures", "Failures", html`<span class="quiet">${f.count(run.failures.length)} failed tries, newest first</span>`, html`
+  return section("failures", "Failures", html`<span class="quiet">${run.failures.length === 1 ? "one failed try" : `${f.count(run.failures.length)} failed tries, newest first`}</span>`, html`
     <div class="scroll"><table class="stack"><thead><tr><th>Task</th><th class="n">Try</th><th>When</th><th>Reason</th><th>Now</th></tr></thead>
       <tbody>${shown.map((x) => html`<tr>
         <td data-name="Task">${out(x.url, x.map_index >= 0 ? x.label || `${x.task_id} ${x.map_index}` : x.task_id.replaceAll("_", " "))}</td>

@@ -52,7 +52,7 @@ def test_what_was_never_measured_is_not_made_up(pace: Any, knows: bool) -> None:
 @pytest.mark.parametrize(
     ("policy", "verdict", "deleted", "says"),
     [
-        ("ask", "cleanup", 1, "Would delete 1 folders of old states, 1.0 TiB, after a person's approval"),
+        ("ask", "cleanup", 1, "Would delete one folder of old states, 1.0 TiB, after a person's approval"),
         ("auto", "cleanup", 1, "without asking"),
         ("never", "cleanup", 0, "would stop at the disk check"),
         ("auto", "short", 0, "would stop at the disk check"),

@@ -16,7 +16,7 @@ use_ui = AF="$${UI_PYTHON:-$$($(ENVS) ui)}"; test -n "$$AF"
 # What mypy reads: one call a package root, test folders by themselves (their conftests share a name).
 checked = include plugins dags
 
-.PHONY: help demo demo-training circle up down envs test test-faults test-hosts test-host test-airflow lint format bench clean clean-cache \
+.PHONY: help demo demo-training circle up down envs test test-crash test-faults test-hosts test-matrix test-host test-airflow lint format bench clean clean-cache \
   test-ui screenshots vendor bench-page
 
 help:            ## this list
@@ -59,14 +59,20 @@ vendor:          ## the page's JavaScript libraries anew, as plugins/hsx_page/pa
 test-hosts:      ## two hosts, nights, windows and backfills on real parts (half an hour)
 	@$(use_airflow); $(use_host); $(rooms); exec "$$AF" -m pytest tests/integration/long_hosts.py -v
 
+test-crash:      ## 30 seeded kills each of client, scheduler, server and all, and full disks: an hour or two
+	@HSX_CRASH_MOMENTS="$${HSX_CRASH_MOMENTS:-30}" "$(PYTHON)" include/hsx_demo/run_tests.py crash
+
+test-matrix:     ## capture in SGLang 0.5.14, 0.5.17 and the newest, under every scheduler setting: half an hour or more
+	@"$(PYTHON)" include/hsx_demo/run_tests.py matrix
+
 lint:            ## ruff and mypy
 	@$(use_airflow); "$$AF" -m ruff check .; "$$AF" -m ruff format --check .; "$$AF" -m mypy $(checked)
 
 format:          ## ruff format
 	@$(use_airflow); "$$AF" -m ruff check --fix .; "$$AF" -m ruff format .
 
-bench:           ## extraction against the same server's plain prefill, on this machine's CPU
-	@$(use_airflow); $(use_host); $(rooms); exec "$$AF" bench/cpu_prefill.py
+bench:           ## the data plane by itself, then extraction against the same server's plain prefill, on a CPU
+	@$(use_airflow); $(use_host); $(rooms); "$$HSX_HOST_PYTHON" bench/host_plane.py; exec "$$AF" bench/cpu_prefill.py
 
 bench-page:      ## the page with 10,000 samples in 500 shards: seconds until it stands
 	@$(use_ui); $(rooms); exec "$$AF" bench/page_load.py

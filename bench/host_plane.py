@@ -1,10 +1,10 @@
 """What the data plane costs without a GPU: writers, checksums, resume, plan, verify, client; a line a case and a table.
 
 Each figure stands beside a baseline of the same run on the same bytes. Ratios and growth are taken from CPU seconds,
-since other work on the machine stretches the clock's; throughputs say which of both they are. Writers: the capture plugin's
-own, from a slot of the ring into the sample's file, in each layout, against a plain write; beside them the peers' way
-(``torch.save`` of sliced copies, and gzip). Resume, plan, verify and client are the verbs' own code on data sets made
-here; the engine of the client case is a stand-in that answers at once, so that nothing but the client is measured.
+since other work on the machine stretches the clock's; throughputs say which of both they are. Writers: the capture
+plugin's own, from a slot of the ring into the sample's file, in each layout, against a plain write; beside them the
+peers' way (``torch.save`` of sliced copies, and gzip). Resume, plan, verify and client are the verbs' own code on data
+sets made here; the engine of the client case is a stand-in that answers at once, so that only the client is measured.
 
 Usage: python bench/host_plane.py [--work DIR] [--only CASE,CASE] [--small]
 """
@@ -168,7 +168,7 @@ def resume(work: Path, less: int) -> list[dict[str, Any]]:
 
 
 def plan(work: Path, less: int) -> list[dict[str, Any]]:
-    """``plan`` of N and 4N samples of 2,000 tokens, each in a process of its own, against ``json.loads`` of its lines."""
+    """``plan`` of N and 4N samples of 2,000 tokens, each in its own process, against ``json.loads`` of its lines."""
     few, many = 2500 // less, 10_000 // less
     found, base = {}, (0.0, 0.0)
     for n in (few, many):

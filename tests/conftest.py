@@ -27,4 +27,4 @@ collect_ignore = []
 if importlib.util.find_spec("airflow") is None:
     collect_ignore += ["unit/airflow", "integration", "faults/dag"]
 if importlib.util.find_spec("sglang") is None:
-    collect_ignore += ["unit/host", "unit/patches", "system", "crash", "faults/host"]
+    collect_ignore += ["unit/host", "unit/patches", "system", "crash", "faults/host", "matrix"]

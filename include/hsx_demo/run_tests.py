@@ -1,4 +1,4 @@
-"""``make test``: pytest in both environments, both to their end, and red where either is.
+"""``make test``, ``make test-crash``, ``make test-matrix``: suites of pytest, all to their end, and red where one is.
 
 Stdlib only; started by any Python of the right version. ``HSX_TEST_ARGS`` is handed to each pytest.
 """
@@ -15,34 +15,44 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hsx_demo.environments import REPO, EnvironmentFailure, ensure
+from hsx_demo.environments import OLDER_SGLANG, REPO, EnvironmentFailure, ensure
 
 # What runs where. Two workers where nothing shares a server; a server's tests run one after the other.
-SUITES = (
+TEST = (
     ("host, unit", "host", ("tests/unit/host", "tests/unit/patches"), ("-n", "2")),
-    ("host, system", "host", ("tests/system",), ("-n", "2", "--dist", "loadscope")),
+    ("host, system", "host", ("tests/system", "tests/crash/test_crash.py"), ("-n", "2", "--dist", "loadscope")),
     ("host, some faults", "host", ("tests/faults/host",), ("-n", "2", "-m", "quick")),
     ("airflow, unit", "airflow", ("tests/unit/airflow", "tests/unit/demo"), ("-n", "2")),
     ("airflow, integration", "airflow", ("tests/integration",), ("-n", "2", "--dist", "loadfile")),
 )
 
+_CAPTURE = tuple(f"tests/system/test_{name}.py" for name in ("capture", "capture_inert", "capture_ranks", "extract"))
+SUITES = {
+    "test": TEST,
+    "crash": (("crashes", "host", ("tests/crash",), ()),),
+    "matrix": tuple(
+        (f"SGLang of {environment}", environment, (*_CAPTURE, "tests/matrix"), ())
+        for environment in (*(f"host-{version}" for version in OLDER_SGLANG), "host")
+    ),
+}
+_NAMED = {"airflow": "AIRFLOW_PYTHON", "host": "HSX_HOST_PYTHON"}
 
-def main() -> int:
-    """Run all suites; 0 only where each one's pytest ended with 0."""
+
+def main(argv: list[str]) -> int:
+    """Run the suites of one kind; 0 only where each one's pytest ended with 0."""
+    suites = SUITES[argv[0] if argv else "test"]
     try:
-        pythons = {
-            "airflow": os.environ.get("AIRFLOW_PYTHON") or str(ensure("airflow")),
-            "host": os.environ.get("HSX_HOST_PYTHON") or str(ensure("host")),
-        }
+        wanted = {environment for _, environment, _, _ in suites} | {"host"}
+        pythons = {e: os.environ.get(_NAMED.get(e, "")) or str(ensure(e)) for e in sorted(wanted)}
     except EnvironmentFailure as e:
         print(f"hsx: {e}", file=sys.stderr)
         return 1
     rooms = os.pathsep.join((str(REPO / "plugins"), str(REPO / "include")))
-    env = {**os.environ, "PYTHONPATH": rooms, "HSX_HOST_PYTHON": pythons["host"], "AIRFLOW_PYTHON": pythons["airflow"]}
+    env = {**os.environ, "PYTHONPATH": rooms} | {_NAMED[e]: p for e, p in pythons.items() if e in _NAMED}
     extra = shlex.split(os.environ.get("HSX_TEST_ARGS", ""))
     results = []
-    for name, environment, folders, options in SUITES:
-        present = [f for f in folders if (REPO / f).is_dir()]
+    for name, environment, folders, options in suites:
+        present = [f for f in folders if (REPO / f).exists()]
         print(f"== {name}: {' '.join(present)}", flush=True)
         began = time.monotonic()
         code, closing = _pytest([pythons[environment], "-m", "pytest", *present, *options, *extra], env)
@@ -66,4 +76,4 @@ def _pytest(command: list[str], env: dict[str, str]) -> tuple[int, str]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

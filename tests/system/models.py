@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 VOCAB = 512
-BLOCKS = {"llama": 8, "qwen3": 6}
-HIDDEN = {"llama": 96, "qwen3": 64}
+BLOCKS = {"llama": 8, "qwen3": 6, "qwen3_moe": 6}
+HIDDEN = {"llama": 96, "qwen3": 64, "qwen3_moe": 64}
 CONTEXT = 2048
 
 
-def _config(kind: str) -> Any:
+def _config(kind: str, context: int) -> Any:
     import transformers
 
     common: dict[str, Any] = {
@@ -24,7 +24,7 @@ def _config(kind: str) -> Any:
         "hidden_size": HIDDEN[kind],
         "intermediate_size": 2 * HIDDEN[kind],
         "num_hidden_layers": BLOCKS[kind],
-        "max_position_embeddings": CONTEXT,
+        "max_position_embeddings": context,
         "bos_token_id": 1,
         "eos_token_id": 2,
         "pad_token_id": 0,
@@ -39,21 +39,33 @@ def _config(kind: str) -> Any:
         return transformers.LlamaConfig(num_attention_heads=6, num_key_value_heads=2, head_dim=16, **common)
     if kind == "qwen3":
         return transformers.Qwen3Config(num_attention_heads=4, num_key_value_heads=2, head_dim=16, **common)
-    raise ValueError(f"no tiny model {kind!r}: llama or qwen3")
+    if kind == "qwen3_moe":
+        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+        return transformers.Qwen3MoeConfig(
+            num_attention_heads=4, num_key_value_heads=2, head_dim=16, norm_topk_prob=True, **experts, **common
+        )
+    raise ValueError(f"no tiny model {kind!r}: {', '.join(BLOCKS)}")
 
 
-def build(kind: str, folder: Path, seed: int = 0) -> Path:
-    """Write a random checkpoint of ``kind`` ("llama" or "qwen3"), with a tokenizer, to ``folder`` and return it."""
+def build(
+    kind: str, folder: Path, seed: int = 0, *, context: int = CONTEXT, spoil: dict[int, float] | None = None
+) -> Path:
+    """Write a random checkpoint of ``kind`` (a key of ``BLOCKS``), with a tokenizer, to ``folder`` and return it.
+
+    :param spoil: values by token id, which then fill the token's row of the embedding.
+    """
     import torch
     import transformers
 
     torch.manual_seed(seed)
-    config = _config(kind)
+    config = _config(kind, context)
     model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "norm" in name:  # all-ones norms would hide a norm applied twice or not at all
                 p.copy_(1.0 + 0.2 * torch.randn(p.shape))
+        for token, value in (spoil or {}).items():
+            model.get_input_embeddings().weight[token].fill_(value)
     model.save_pretrained(folder)
     _tokenizer(folder)
     return folder

@@ -183,7 +183,7 @@ class Published(Planned):
 
     def __init__(self, work: Path, *, samples: int, tokens: int, hidden: int, whole: bool) -> None:
         super().__init__(work, [tokens] * samples, hidden)
-        plan_verb.run(self.spec, Namespace(dry_run=False))
+        plan_verb.run(self.spec, Namespace(dry_run=False, failed=False))
         self.dataset, self.meaning = fingerprint.opened(self.spec)
         shape = formats.Shape(self.meaning.planes, hidden, self.meaning.dtype)
         files = ShardFiles(self.dataset, 0)
@@ -209,7 +209,7 @@ class Published(Planned):
 
     def extract(self) -> None:
         """The verb, with nothing to do."""
-        if extract.run(self.spec, Namespace(shard=0)).extracted:
+        if extract.run(self.spec, Namespace(shard=0, stop_after=0.0)).extracted:
             raise SystemExit("the data set was not taken for whole")
 
     def verify(self, *, deep: bool) -> None:
@@ -319,7 +319,7 @@ def one_verb(verb: str, spec_file: str, url: str, spool: str) -> None:
 
     spec = c.decode(c.RunSpec, Path(spec_file).read_bytes())
     if verb == "extract":
-        plan_verb.run(spec, Namespace(dry_run=False))
+        plan_verb.run(spec, Namespace(dry_run=False, failed=False))
 
         @contextmanager
         def borrowed(given: c.RunSpec) -> Iterator[None]:
@@ -331,9 +331,9 @@ def one_verb(verb: str, spec_file: str, url: str, spool: str) -> None:
         proof.keep_norm = lambda where, norm, dataset: dataset
     began, cpu = time.perf_counter(), time.process_time()
     if verb == "plan":
-        plan_verb.run(spec, Namespace(dry_run=False))
+        plan_verb.run(spec, Namespace(dry_run=False, failed=False))
     else:
-        done = extract.run(replace(spec), Namespace(shard=0))
+        done = extract.run(replace(spec), Namespace(shard=0, stop_after=0.0))
         if done.failed or done.published != done.samples:
             raise SystemExit(f"extract: {done.failures}")
     spent, used = time.perf_counter() - began, time.process_time() - cpu

@@ -193,8 +193,12 @@ class Crew:
                 path = self._folder / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 captured.path.replace(path)
-                sync_folder(path.parent)
-                self._manifest.append(line)
+                try:
+                    sync_folder(path.parent)
+                    self._manifest.append(line)
+                except OSError:
+                    path.unlink(missing_ok=True)  # no line, no file: what has a final name is in the manifest
+                    raise
                 self.published[sample.row] = line
                 self._settle()
         except OSError as e:

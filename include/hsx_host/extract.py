@@ -136,12 +136,18 @@ class _Shard:
     def _strangers(self) -> list[str]:
         """Remove files that would be trained on and belong to no row of the data set (another run's leftovers)."""
         rows = range(shard_ids(self._dataset)[-1] * self._meaning.shard_size + self._meaning.shard_size)
-        known, ending = {self._form.file_name(row) for row in rows}, Path(self._form.file_name(0)).suffix
-        found = [p for p in self._folder.iterdir() if p.is_file() and p.suffix in (ending, ".tmp", ".part")]
-        strangers = [p for p in found if p.name not in known]
+        known = {self._folder / self._form.file_name(row) for row in rows}
+        ending = Path(self._form.file_name(0)).suffix
+        strangers = [
+            path
+            for folder in sorted({path.parent for path in known})
+            if folder.is_dir()
+            for path in folder.iterdir()
+            if path.is_file() and path.suffix in (ending, ".tmp", ".part") and path not in known
+        ]
         for path in strangers:
             path.unlink()
-        return [path.name for path in strangers]
+        return [str(path.relative_to(self._folder)) for path in strangers]
 
     def _without_guilty(self, todo: list[int]) -> list[int]:
         """Samples known to kill the server go to the ledger unasked."""

@@ -387,6 +387,8 @@ def test_a_full_disk_at_a_line_of_the_ledger_or_the_manifest(
         with h.refuses(TryAgain, "host.output_root", "No space left", "which need"):
             extracted(shard)
         server.change = None
+        counted = {line.file for line in read_lines(files_of(shard).manifest, Published)[0]}
+        assert {f"v1/{p.name}" for p in (files_of(shard).dataset / "v1").iterdir()} == counted
 
 
 def test_a_full_disk_at_a_document_names_the_bytes_and_leaves_nothing(

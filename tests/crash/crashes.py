@@ -61,8 +61,11 @@ def table() -> list[str]:
     return [*head, "|---|---|---|---|---|---|---|", *rows]
 
 
-def crash(setting: Setting, victim: str, seed: int) -> None:
-    """Kill ``victim`` at a seeded moment, resume, and compare with the uninterrupted data set."""
+def crash(setting: Setting, victim: str, seed: int, what: str = "") -> Tally:
+    """Kill ``victim`` at a seeded moment, resume, and compare with the uninterrupted data set.
+
+    :param what: the tally's name, where it is not the victim's.
+    """
     rng = random.Random(f"{victim} {seed}")
     name = f"{victim}{seed}-{next(setting.names)}"
     data = setting.data.with_name(f"{name}.jsonl")
@@ -74,7 +77,7 @@ def crash(setting: Setting, victim: str, seed: int) -> None:
     while client.poll() is None and len(made.manifest()) < published:
         time.sleep(0.002)
     time.sleep(pause)
-    tally = TALLIES[victim]
+    tally = TALLIES[what or victim]
     tally.crashes += 1
     tally.struck += client.poll() is None
     kill(made, victim, client)
@@ -94,6 +97,7 @@ def crash(setting: Setting, victim: str, seed: int) -> None:
     nothing_left(made)
     compare(setting.whole, made, tally)
     shutil.rmtree(made.dataset)
+    return tally
 
 
 def kill(host: Host, victim: str, client: subprocess.Popen[str]) -> None:

@@ -88,10 +88,10 @@ def writers(work: Path, less: int) -> list[dict[str, Any]]:
         for i in range(samples):
             data.write_plain(work / f"plain{i}", source)
 
-    def peer(way: Callable[[tuple[Any, Path]], None]) -> Callable[[], None]:
+    def peer(way: Callable[[tuple[Any, Path]], None], count: int) -> Callable[[], None]:
         def body() -> None:
             data.clear(work)
-            for i in range(samples):
+            for i in range(count):
                 way((batch, work / f"peer{i}"))
 
         return body
@@ -114,9 +114,11 @@ def writers(work: Path, less: int) -> list[dict[str, Any]]:
                 )
             )
     plainly = cost(plain)
-    for name, way in (("torch.save of sliced copies", data.torch_save), ("torch.save and gzip -1", data.torch_gzip)):
-        got = cost(peer(way), 1 if "gzip" in name else ROUNDS)
-        lines.append(row(f"peers: {name}", rate(size, got), f"plain write {rate(size, plainly)}", plainly[1] / got[1]))
+    ways = {"torch.save of sliced copies": (data.torch_save, samples), "torch.save and gzip -1": (data.torch_gzip, 1)}
+    for name, (way, count) in ways.items():
+        got, part = cost(peer(way, count), ROUNDS if count > 1 else 1), count / samples
+        base = f"plain write {rate(size, plainly)}"
+        lines.append(row(f"peers: {name}", rate(size * part, got), base, plainly[1] * part / got[1]))
     data.clear(work)
     return lines
 

@@ -80,7 +80,8 @@ PARAMS = {
         "",
         type="string",
         title="Data set",
-        description="A pre-tokenised .jsonl or .jsonl.gz, as an absolute path on the host. Empty: the profile's.",
+        description="A .jsonl(.gz, .zst), .parquet or .arrow file, or a saved data set, as an absolute path on the host: "
+        "input_ids and loss_mask, or conversations. Empty: the profile's.",
         examples=["/data/eagle3/chats.jsonl"],
         section=WHAT,
     ),

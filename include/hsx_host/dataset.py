@@ -1,26 +1,23 @@
-"""The pre-tokenised data set: a stream of validated samples from ``.jsonl`` or ``.jsonl.gz``.
+"""The data set: a stream of validated samples from whatever ``rows`` reads, tokenised before or conversations.
 
-A sample's number is its line number, counted from 0, rejects included, so that nothing ever shifts.
-Memory holds one line at a time.
+A sample's number is its row's, counted from 0, rejects included, so that nothing ever shifts. Its identity is the hash
+of its ids and mask, so that it is known again in another row, file or spelling.
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hsx_host.chat import Chat, NoChat
 from hsx_host.errors import BadInput
-
-MAX_LINE_BYTES = 64 << 20  # a line of a million tokens; anything longer is no sample, and must not fill the memory
+from hsx_host.rows import rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,39 +49,43 @@ def identity(ids: NDArray[np.int32], mask: NDArray[np.uint8]) -> bytes:
     return digest.digest()[:16]
 
 
-def read_samples(path: str | Path, *, vocab_size: int, longest: int) -> Iterator[Sample | Reject]:
-    """Every line of the file in order, as a Sample or a Reject.
+def read_samples(
+    path: str | Path, *, vocab_size: int, longest: int, model: str = "", trust_remote_code: bool = False
+) -> Iterator[Sample | Reject]:
+    """Every row of the file in order, as a Sample or a Reject.
 
     :param vocab_size: ids must lie in [0, vocab_size).
     :param longest: the longest prompt that the server takes, in tokens.
-    :raises BadInput: with field ``data.path``, where the file is missing, empty, not a file, or a broken gzip.
+    :param model: the folder of the model, whose tokenizer and chat template turn conversations into samples.
+    :raises BadInput: with field ``data.path``, where the file is missing, empty, not a file, or broken.
     """
-    row = -1
-    for row, line in enumerate(_lines(Path(path))):
-        checked = check_line(line, vocab_size=vocab_size, longest=longest)
+    row, chat = -1, None
+    for row, body in enumerate(rows(Path(path))):
+        if isinstance(body, dict) and "input_ids" not in body and ("messages" in body or "conversations" in body):
+            chat = chat or Chat(model, trust_remote_code=trust_remote_code)
+            body = _as_ids(chat, body)
+        checked = body if isinstance(body, str) else check_row(body, vocab_size=vocab_size, longest=longest)
         if isinstance(checked, str):
             yield Reject(row, checked)
         else:
             ids, mask = checked
             yield Sample(row, ids, mask, identity(ids, mask))
     if row < 0:
-        _bad(path, "the file is empty")
+        raise BadInput("the file is empty", field="data.path", value=path, fix="give a file with one sample a row")
 
 
-def check_line(
-    line: bytes | None, *, vocab_size: int, longest: int
-) -> tuple[NDArray[np.int32], NDArray[np.uint8]] | str:
-    """Ids and mask of one line, or the reason why it is none. ``None`` stands for a line beyond MAX_LINE_BYTES."""
-    if line is None:
-        return f"the line is longer than {MAX_LINE_BYTES >> 20} MiB"
-    if not line.strip():
-        return "the line is empty"
+def _as_ids(chat: Chat, body: dict[str, Any]) -> dict[str, Any] | str:
     try:
-        body = json.loads(line)
-    except (ValueError, RecursionError) as e:
-        return f"not JSON: {e}"
-    if not isinstance(body, dict):
-        return f"not an object but {type(body).__name__}"
+        ids, mask = chat.encode(body)
+    except NoChat as e:
+        return str(e)
+    return {"input_ids": ids, "loss_mask": mask}
+
+
+def check_row(
+    body: dict[str, Any], *, vocab_size: int, longest: int
+) -> tuple[NDArray[np.int32], NDArray[np.uint8]] | str:
+    """Ids and mask of one row, or the reason why it is no sample."""
     for key in ("input_ids", "loss_mask"):
         if key not in body:
             return f"{key} is missing"
@@ -131,35 +132,3 @@ def _first_not_int(values: list[Any]) -> int | None:
     if set(map(type, values)) <= {int}:
         return None
     return next(i for i, v in enumerate(values) if type(v) is not int)
-
-
-def _lines(path: Path) -> Iterator[bytes | None]:
-    count = 0
-    try:
-        with _open(path) as f:
-            while line := f.readline(MAX_LINE_BYTES):
-                if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
-                    while (rest := f.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
-                        pass
-                    yield None
-                else:
-                    yield line
-                count += 1
-    except (EOFError, gzip.BadGzipFile, zlib.error) as e:
-        _bad(path, f"a broken gzip file after line {count}: {e}")
-    except OSError as e:
-        _bad(path, f"the file can't be read: {e.strerror or e}")
-
-
-def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
-    if path.name.endswith(".jsonl.gz"):
-        return gzip.open(path, "rb")
-    if not path.name.endswith(".jsonl"):
-        _bad(path, "the name ends neither in .jsonl nor in .jsonl.gz")
-    return path.open("rb")
-
-
-def _bad(path: str | Path, what: str) -> NoReturn:
-    raise BadInput(
-        what, field="data.path", value=path, fix="give a .jsonl or .jsonl.gz file on the host, one sample a line"
-    )

@@ -110,7 +110,11 @@ def _pass(
     shard: list[Sample] = []
     told = time.monotonic()
     for item in read_samples(
-        spec.data.path, vocab_size=facts.vocab_size, longest=longest_prompt(facts, spec.extraction)
+        spec.data.path,
+        vocab_size=facts.vocab_size,
+        longest=longest_prompt(facts, spec.extraction),
+        model=spec.model.path,
+        trust_remote_code="--trust-remote-code" in spec.extraction.args,
     ):
         if item.row and item.row % spec.data.shard_size == 0:
             shards.append(_close(spec, meaning, folder, len(shards), shard, counts, draft))

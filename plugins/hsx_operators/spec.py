@@ -316,8 +316,8 @@ def _benchmark(params: Mapping[str, Any], profile: Profile) -> bool:
 
 
 def _data_name(path: str) -> str:
-    """A data set's name is a part of its id: the file's name without ``.jsonl`` or ``.jsonl.gz``."""
-    stem = re.sub(r"\.jsonl?(\.gz)?$", "", PurePosixPath(path).name)
+    """A data set's name is a part of its id: the file's name without its ending, or the folder's."""
+    stem = re.sub(r"\.(jsonl?(\.gz|\.zst)?|parquet|arrow)$", "", PurePosixPath(path).name)
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.") or "data"
 
 

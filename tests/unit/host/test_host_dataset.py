@@ -12,7 +12,7 @@ import host_data as h
 import numpy as np
 import pytest
 
-from hsx_host import dataset
+from hsx_host import rows
 from hsx_host.dataset import Reject, Sample, identity, read_samples
 from hsx_host.errors import BadInput
 from hsx_host.model_facts import longest_prompt, read_model, weights_sha256
@@ -78,7 +78,7 @@ def test_last_line_without_newline_counts(tmp_path: Path) -> None:
 
 
 def test_a_line_beyond_the_limit_is_a_reject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(rows, "MAX_LINE_BYTES", 100)
     path = h.write_lines(tmp_path / "d.jsonl", [h.line([1]), " " * 1000, h.line([2])])
     found = read(path)
     assert [type(r) for r in found] == [Sample, Reject, Sample]

@@ -32,7 +32,7 @@ def spec_of(
         chunk = ["--chunked-prefill-size", str(CHUNK)]
         env = {"PYTHONPATH": str(sglang_server.CPU), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         args = [*address, *sglang_server.FLAGS, *chunk, *flags]
-        return contract.ServerSettings(args, env, "127.0.0.1", port, 300.0, 10.0, 2)
+        return contract.ServerSettings(args, env, "127.0.0.1", port, 900.0, 10.0, 2)
 
     port = sglang_server.free_port()
     values = {"shard_size": 16, "concurrency": 6, "tries": 2, "request_timeout_s": 60.0, "proof_samples": 4, **settings}

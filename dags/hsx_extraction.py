@@ -80,8 +80,8 @@ PARAMS = {
         "",
         type="string",
         title="Data set",
-        description="A .jsonl(.gz, .zst), .parquet or .arrow file, or a saved data set, as an absolute path on the host: "
-        "input_ids and loss_mask, or conversations. Empty: the profile's.",
+        description="A .jsonl(.gz, .zst), .parquet or .arrow file, or a saved data set: an absolute path on the host. "
+        "Rows of input_ids and loss_mask, or conversations. Empty: the profile's.",
         examples=["/data/eagle3/chats.jsonl"],
         section=WHAT,
     ),

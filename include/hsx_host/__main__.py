@@ -26,6 +26,10 @@ from hsx_host.errors import AGAIN, BAD_INPUT, BUG, OK, BadInput, HsxError, TryAg
 from hsx_host.progress import say
 
 BY_HAND = {"status", "restore", "recover", "release"}
+# Verbs that write into the home only: what they make is this login's alone. A server has production's own umask.
+PRIVATE = {
+    *BY_HAND, "acquire", "heartbeat", "guard", "serve", "patch", "preflight", "disk", "cleanup", "benchmark",
+}  # fmt: skip
 # A call of one of these is a sign of life of its run: the lease is renewed and its guards are looked after.
 RENEWING = set(verbs.VERBS) - {*BY_HAND, "acquire", "heartbeat", "guard", "job"}
 
@@ -101,6 +105,8 @@ def _run(argv: list[str]) -> Any:
         args.spec = last_spec()
     spec = read_spec(args.spec)
     _stop_on_sigterm()
+    if verb in PRIVATE:
+        os.umask(0o077)
     if verb in RENEWING and jobs.JOB_VARIABLE not in os.environ:
         with contextlib.suppress(HsxError, OSError):  # a verb that must hold the lease says so itself
             guards.renew(spec)

@@ -155,8 +155,8 @@ def _runner(spec: RunSpec, job_id: str, where: Path, command: list[str], deadlin
     try:
         os.chdir(state.home(spec))
         null = os.open(os.devnull, os.O_RDONLY)
-        out = os.open(where / "stdout", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        err = os.open(where / "stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        out = os.open(where / "stdout", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        err = os.open(where / "stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         for fd, target in ((null, 0), (out, 1), (err, 2)):
             os.dup2(fd, target)
         os.closerange(3, send)

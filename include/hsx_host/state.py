@@ -63,6 +63,8 @@ def folder(spec: RunSpec, *parts: str) -> Path:
     """A folder below the home, made where it is missing."""
     path = home(spec).joinpath(*parts)
     try:
+        if not home(spec).is_dir():
+            os.makedirs(home(spec), mode=0o700, exist_ok=True)  # its owner's alone, with all that comes to lie in it
         path.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise BadInput(

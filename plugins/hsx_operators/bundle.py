@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,8 +41,41 @@ def make_bundle(include: Path = INCLUDE) -> Bundle:
                 files[inside.as_posix()] = path.read_bytes()
     if not any(name.startswith("hsx_host/") for name in files):
         raise FileNotFoundError(f"{include / 'hsx_host'} holds no program to ship")
+    return Bundle(sha256=content_hash(files), files=dict(sorted(files.items())))
+
+
+def content_hash(files: Mapping[str, bytes]) -> str:
+    """What names a bundle."""
     digest = hashlib.sha256()
     for name in sorted(files):
         digest.update(f"{name}\0{len(files[name])}\0".encode())
         digest.update(files[name])
-    return Bundle(sha256=digest.hexdigest(), files=dict(sorted(files.items())))
+    return digest.hexdigest()
+
+
+#: Ends with CHANGED where the files of a shipped bundle (argv: its folder, its hash, its rooms) aren't what its name
+#: says. It is sent each time, so that nothing on the host decides about itself; the same hash as ``content_hash``.
+_CHECK = """
+import hashlib, os, sys
+root, wanted, *rooms = sys.argv[1:]
+files = {}
+for room in rooms:
+    for where, folders, names in os.walk(os.path.join(root, room)):
+        folders[:] = [f for f in folders if f != "__pycache__" and not f.startswith(".")]
+        for name in names:
+            if not name.startswith(".") and not name.endswith((".pyc", ".pyo")):
+                path = os.path.join(where, name)
+                with open(path, "rb") as f:
+                    files[os.path.relpath(path, root)] = f.read()
+digest = hashlib.sha256()
+for name in sorted(files):
+    digest.update((name + chr(0) + str(len(files[name])) + chr(0)).encode())
+    digest.update(files[name])
+sys.exit(0 if digest.hexdigest() == wanted else CHANGED)
+"""
+CHANGED = 9
+
+
+def check_command(python: str, folder: str, sha256: str) -> str:
+    """The remote command that ends with CHANGED where a shipped bundle isn't what its name says."""
+    return shlex.join([python, "-I", "-S", "-c", _CHECK.replace("CHANGED", str(CHANGED)), folder, sha256, *ROOMS])

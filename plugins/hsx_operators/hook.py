@@ -18,7 +18,7 @@ from airflow.sdk.exceptions import AirflowException, AirflowNotFoundException
 
 from hsx_host import contract as c
 from hsx_operators.answers import human_line, parse_answer, verb_command
-from hsx_operators.bundle import Bundle, make_bundle
+from hsx_operators.bundle import CHANGED, Bundle, check_command, make_bundle
 from hsx_operators.errors import (
     ConfigError,
     HostError,
@@ -52,6 +52,7 @@ class GpuHostHook:
         self.ssh_conn_id, self.python, self.home, self.bundle = ssh_conn_id, python, home, bundle
         self.log = logging.getLogger(f"airflow.task.hooks.{type(self).__name__}")
         self._ssh: SSHHook | None = None
+        self._checked = False
 
     def __enter__(self) -> GpuHostHook:
         return self
@@ -91,6 +92,14 @@ class GpuHostHook:
                     value=self.ssh_conn_id,
                     fix="correct its host, login, key and host_key",
                 ) from None
+            if self._ssh.no_host_key_check or self._ssh.allow_host_key_change:
+                self._ssh = None
+                raise ConfigError(
+                    "the connection switches the check of the host's key off",
+                    field="host.ssh_conn_id",
+                    value=self.ssh_conn_id,
+                    fix="take no_host_key_check and allow_host_key_change out of its extra, and set host_key",
+                )
         where = f"{self._ssh.remote_host}:{self._ssh.port}"
         with _ssh_errors(self.ssh_conn_id, where):
             return self._ssh.get_conn()
@@ -145,6 +154,15 @@ class GpuHostHook:
         :param verb: the verb, its subcommand and its arguments; ``--spec`` is added.
         :param quiet: leave its stderr out of the task's log.
         """
+        if not self._checked:
+            if not self._as_shipped(self.bundle_dir):
+                raise HostGarbage(
+                    f"the program on the host is not the one that was shipped there: {self.bundle_dir}",
+                    field="host.home",
+                    value=self.home,
+                    fix="look who changes files there; clear the plan task: it ships the program anew",
+                )
+            self._checked = True
         command = verb_command(self.python, self.bundle_dir, with_spec(verb, spec_path))
         show: Callable[[str], None] = (lambda line: None) if quiet else self.log.info
         rc, out, err = self._execute(command, timeout_s, show)
@@ -174,24 +192,35 @@ class GpuHostHook:
         verb = ["job", "kill", job_id, "--grace", f"{grace_s:g}"]
         return self.run_verb(c.JobStatus, verb, spec_path=spec_path)
 
+    def _as_shipped(self, folder: str) -> bool:
+        """Whether the bundle in a folder is what its name says. A missing folder or Python is told better by the verb
+        itself."""
+        rc, _, _ = self._execute(check_command(self.python, folder, self.bundle), LIGHT_TIMEOUT_S, lambda line: None)
+        return rc != CHANGED
+
     # -------------------------------------------------------------------------- files
 
     def ship(self, bundle: Bundle | None = None) -> str:
         """Put the program at ``<home>/bundles/<sha256>``, once a content; returns that folder.
 
-        It is written to a folder of this call's own and renamed: parallel shippers can't meet half a program.
+        It is written to a folder of this call's own and renamed: parallel shippers can't meet half a program. One that
+        lies there already is checked against its hash; where its files were changed, it is put aside and sent anew.
         """
         bundle = bundle or make_bundle()
         self.bundle = bundle.sha256
         target = self.bundle_dir
         with self._sftp() as sftp:
             if _is_dir(sftp, target):
-                return target
+                if self._as_shipped(target):
+                    return target
+                aside = posixpath.join(self.home, "bundles", f".changed-{bundle.sha256[:16]}-{uuid.uuid4().hex}")
+                sftp.posix_rename(target, aside)
+                self.log.warning("files of the shipped program were changed on the host: kept as %s", aside)
             _make_dirs(sftp, posixpath.dirname(target))
             temp = posixpath.join(self.home, "bundles", f".{bundle.sha256[:16]}-{uuid.uuid4().hex}")
-            sftp.mkdir(temp)
+            sftp.mkdir(temp, 0o700)
             for folder in bundle.folders:
-                sftp.mkdir(posixpath.join(temp, folder))
+                sftp.mkdir(posixpath.join(temp, folder), 0o700)
             for name, body in bundle.files.items():
                 with sftp.open(posixpath.join(temp, name), "wb") as f:
                     f.set_pipelined(True)

@@ -15,7 +15,7 @@ import pytest
 from hsx_demo.sshd import SshServer, free_port, start_sshd
 from hsx_host import contract as c
 from hsx_operators import errors as e
-from hsx_operators.bundle import Bundle
+from hsx_operators.bundle import Bundle, content_hash
 from hsx_operators.hook import GpuHostHook
 
 CONN = "hsx_test_host"
@@ -37,7 +37,8 @@ def test_the_program_is_shipped_once_a_content(hook: GpuHostHook, home: Path, bu
     hook.ship(bundle)
     assert there.stat().st_ino == inode
     assert (there / "mark").exists()
-    other = replace(bundle, sha256="0" * 64, files={"hsx_host/__init__.py": b""})
+    files = {"hsx_host/__init__.py": b""}
+    other = Bundle(content_hash(files), files)
     hook.ship(other)
     assert sorted(p.name for p in (home / "bundles").iterdir()) == sorted([bundle.sha256, other.sha256])
 
@@ -55,6 +56,64 @@ def test_parallel_shippers_meet_no_half_program(
     assert [p.name for p in (home / "bundles").iterdir()] == [bundle.sha256]
     shipped = {str(p.relative_to(folder)) for folder in folders for p in Path(folder).rglob("*") if p.is_file()}
     assert shipped == set(bundle.files)
+
+
+def test_a_program_that_was_changed_on_the_host_does_not_run(
+    hook: GpuHostHook, home: Path, bundle: Bundle, spec: c.RunSpec, host_python: str
+) -> None:
+    path = hook.put_document(spec)
+    victim = home / "bundles" / bundle.sha256 / "hsx_host" / "status.py"
+    victim.write_text(victim.read_text() + "\nprint('changed')\n")
+    with GpuHostHook(CONN, host_python, str(home), bundle.sha256) as fresh:
+        with pytest.raises(e.HostGarbage, match="not the one that was shipped"):
+            status(fresh, path)
+        fresh.ship(bundle)
+        assert status(fresh, path).mode == "unknown"
+    (home / "bundles" / bundle.sha256 / "hsx_host" / "extra.py").write_text("")
+    with GpuHostHook(CONN, host_python, str(home), bundle.sha256) as fresh, pytest.raises(e.HostGarbage):
+        status(fresh, path)
+    assert len(list((home / "bundles").glob(".changed-*"))) == 1
+
+
+def test_a_connection_that_checks_no_host_key_is_refused(
+    connection: Callable[..., None], home: Path, host_python: str
+) -> None:
+    for extra in ({"no_host_key_check": "true", "host_key": None}, {"allow_host_key_change": "true"}):
+        connection(**extra)
+        with GpuHostHook(CONN, host_python, str(home)) as hook, pytest.raises(e.ConfigError, match="host's key off"):
+            hook.ship()
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "a 'b' \"c\"",
+        "$(touch HIT)",
+        "`touch HIT`",
+        "; touch HIT #",
+        "a\nb",
+        "--spec",
+        "-rf",
+        "ünïcode 漢字 \u202e",
+        "*",
+        "~",
+        "\\",
+        "!x",
+        "",
+    ],
+)
+def test_words_reach_the_program_as_they_are(hook: GpuHostHook, spec: c.RunSpec, tmp_path: Path, word: str) -> None:
+    """A value that a person types, as the argument of a verb and in a path of the spec: no shell ever reads it."""
+    with pytest.raises(e.HostError) as said:
+        hook.run_verb(c.JobStatus, ["job", "poll", word], spec_path=hook.put_document(spec))
+    assert isinstance(said.value, e.HostBadInput)
+    odd = replace(spec, data=replace(spec.data, path=f"/nowhere/{word}"))
+    with pytest.raises(e.HostBadInput) as said:
+        hook.run_verb(c.PlanResult, ["plan"], spec_path=hook.put_document(odd))
+    assert word in said.value.value
+    assert not list(tmp_path.rglob("HIT"))
+    assert not Path("HIT").exists()
+    assert not (Path.home() / "HIT").exists()
 
 
 def test_a_spec_is_its_owners_alone(hook: GpuHostHook, spec: c.RunSpec, home: Path) -> None:

@@ -146,14 +146,16 @@ def test_production_is_borrowed_and_comes_back_as_it_was(
     ours = members(spec)
     assert len(ours) >= 3  # main, scheduler, detokenizer
 
-    back = verb("serve", "production", "--spec", spec_file)
-    assert back["changed"] is True
+    back = verb("restore", "--spec", spec_file)
+    assert (back["changed"], back["pristine"], back["problems"]) == (True, True, [])
+    assert back["files_checked"] > 1000
     assert not any(procid.alive(p) for p in ours)
     assert launched(back["pid"]) == before
     assert tokens(spec) == said
     assert verb("patch", "revert", "--spec", spec_file)["pristine"] is True
     assert not Path(spec.host.home, "plugin").exists()
-    verb("release", "--spec", spec_file)
+    assert verb("status", "--health", "--spec", spec_file)["in_the_way"] == []
+    assert lease.read(spec) is None
     for proc in members(spec):
         assert "hsx_capture" not in Path(f"/proc/{proc.pid}/maps").read_text()
         assert "HSX_CAPTURE_SPEC" not in Path(f"/proc/{proc.pid}/environ").read_text()

@@ -29,7 +29,13 @@ class Handler(BaseHTTPRequestHandler):
             os._exit(9)
         self.answer(200, json.dumps({"output_ids": [1], "meta_info": {"completion_tokens": 1}}).encode())
 
+    def allowed(self):
+        key = sys.argv[sys.argv.index("--api-key") + 1] if "--api-key" in sys.argv else ""
+        return not key or self.headers.get("Authorization") == f"Bearer {key}"
+
     def answer(self, code, body):
+        if not self.allowed():
+            code, body = 401, b""
         self.send_response(code)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -28,7 +28,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(spec: RunSpec, args: Namespace) -> RestoreReport:
     mine = Lease(run_id=spec.run_id, since=args.since, expires=0.0)
     every = min(2.0, max(spec.lease_ttl_s / 10, 0.1))
-    settled = False
+    settled = stranded = False
     while True:
         try:
             if not settled:
@@ -41,8 +41,10 @@ def run(spec: RunSpec, args: Namespace) -> RestoreReport:
                     time.sleep(every)
                     continue
                 return _back(spec, mine)
-            if now is None and serve.mode_now(spec) == "extraction":
-                state.journal(spec, "guard: the lease is gone, the extraction server is not")
+            if now is None and (stranded or serve.mode_now(spec) == "extraction"):
+                if not stranded:
+                    state.journal(spec, "guard: the lease is gone, the extraction server is not")
+                stranded = True  # should production not come back at once, it is still for this guard to see to
                 return _back(spec, mine)
             log("the lease is given up: nothing to guard")
             return restore.report("nothing", "the lease is given up", serve.recorded_facts(spec))

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from host_lifecycle import (
     write_spec,
 )
 
-from hsx_host import borrow, guards, lease, procid, serve, state
+from hsx_host import borrow, guard, guards, launch, lease, procid, serve, state
 from hsx_host import contract as c
 from hsx_host import status as status_verb
 from hsx_host.errors import Refused, TryAgain
@@ -202,6 +203,31 @@ def test_a_lease_that_was_deleted_by_hand_does_not_strand_the_host(borrowed: c.R
     lease.path(borrowed).unlink()
     wait_for(lambda: serve.mode_now(borrowed) == "production")
     assert "guard: the lease is gone, the extraction server is not" in events(borrowed)
+
+
+def test_a_stranded_host_is_not_given_up_at_the_first_failure(
+    borrowed: c.RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No lease any more, the extraction server is stopped already, and production does not start at the first try."""
+    held = lease.read(borrowed)
+    assert held is not None
+    kill(*two_guards(borrowed))
+    lease.path(borrowed).unlink()
+    back, tries = borrow.give_back, []
+
+    def give_back(spec: c.RunSpec, grant: c.Lease) -> c.ServerFacts:
+        tries.append(1)
+        if len(tries) == 1:
+            server = state.read_server(spec)
+            assert server is not None
+            launch.stop(spec, server, "the test's")
+            raise TryAgain("production did not come back")
+        return back(spec, grant)
+
+    monkeypatch.setattr(guard.borrow, "give_back", give_back)
+    monkeypatch.setattr(guard, "_RETRY_S", 0.01)
+    assert guard.run(borrowed, Namespace(since=held.since)).mode == "production"
+    assert is_given_back(borrowed)
 
 
 def test_an_old_guard_does_not_end_a_new_grant_of_its_run(borrowed: c.RunSpec) -> None:

@@ -2,7 +2,9 @@
 
 Every file: existence, size, header, and that the header's checksums are the manifest's. Every sample of the
 plan is published, or stands in the failures. Nothing else lies in the format's folder, since its reader would train
-on it. ``--deep`` also reads every byte against its checksum.
+on it. ``--deep`` also reads every byte against its checksum. Faults that no checksum sees are named: token ids that are
+shifted or not the data file's, a final hidden state on the wrong side of the norm, and, with ``--reference``, layers
+that are off by one or in another order, and rows that are shifted or shuffled.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hsx_host import converted, formats, proof, state
+from hsx_host import converted, diagnose, formats, proof, state
 from hsx_host.contract import PlanResult, RunSpec, VerifyReport
 from hsx_host.errors import Refused, TryAgain
 from hsx_host.fingerprint import DatasetSemantics, opened
@@ -41,6 +43,10 @@ WINDOW_ENDED = "--window-ended"
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--shard", type=int, action="append", metavar="N", help="only this shard; may be repeated")
     parser.add_argument(WINDOW_ENDED, action="store_true", help="samples may be missing, though none may have failed")
+    parser.add_argument(
+        "--reference", type=int, default=0, metavar="N",
+        help="also run N short samples through transformers, and say which layer each plane holds (loads the model)",
+    )  # fmt: skip
     parser.add_argument("--deep", action="store_true", help="also read every byte against its checksum")
 
 
@@ -49,7 +55,8 @@ def run(spec: RunSpec, args: Namespace) -> VerifyReport:
     if args.shard:
         spec = replace(spec, data=replace(spec.data, shards=sorted(set(args.shard))))
     dataset, meaning = opened(spec)
-    report = check(spec, dataset, meaning, deep=args.deep, partial=args.window_ended)
+    reference = getattr(args, "reference", 0)
+    report = check(spec, dataset, meaning, deep=args.deep, partial=args.window_ended, reference=reference)
     state.write_document(state.run_dir(spec) / "verify.json", report)
     insist(report, dataset)
     return report
@@ -129,11 +136,13 @@ def check(
     whole: bool = False,
     found: Census | None = None,
     partial: bool = False,
+    reference: int = 0,
 ) -> VerifyReport:
     """Look at everything; problems of files first, then one line each for what is missing and what failed.
 
     :param found: the census, where the caller has read the manifests already.
     :param partial: missing samples are counted, and are no problem: the window ended before they were asked for.
+    :param reference: this many samples are compared with the model in transformers.
     """
     found = found or census(spec, dataset, whole=whole)
     form = formats.primary(meaning.formats)
@@ -154,7 +163,10 @@ def check(
     chosen = proof.seeded(lines, spec.data.proof_samples, meaning.dataset_id)
     _, unproved = proof.prove_published(spec.model.path, dataset, meaning, chosen)
     problems += [f"row {row}: {why}" for row, why in unproved.items()]
-    _remember(dataset, meaning, found, damaged | unproved)
+    sound = [line for line in chosen if line.index not in damaged]
+    whole_set, by_row = _diagnosed(spec, dataset, meaning, found, sound, reference)
+    problems += [*whole_set, *(f"row {row}: {why}" for row, why in by_row.items())]
+    _remember(dataset, meaning, found, damaged | unproved | by_row)
     named = problems[: _NAMED - 2]
     if len(problems) > len(named):
         named[-1] = f"{named[-1]} (and {len(problems) - len(named)} more)"
@@ -175,6 +187,29 @@ def check(
         proved=len(chosen) - len(unproved),
         problems=named,
     )
+
+
+def _diagnosed(
+    spec: RunSpec,
+    dataset: Path,
+    meaning: DatasetSemantics,
+    found: Census,
+    chosen: list[Published],
+    reference: int,
+) -> tuple[list[str], dict[int, str]]:
+    """Faults that checksums can't see: of the data set as a whole, and by row."""
+    one = converted.Collection(
+        dataset, formats.primary(meaning.formats), converted.shape_of(meaning), meaning, False,
+        dataset / proof.NORM_FILE, found.published,
+    )  # fmt: skip
+    by_row: dict[int, str] = {}
+    for shard in sorted({row // meaning.shard_size for row in found.published}):
+        by_row |= diagnose.ids(one, read_input(ShardFiles(dataset, shard)))
+    whole = [why for why in [diagnose.norm(one, chosen) if chosen else ""] if why]
+    if reference:
+        trust = "--trust-remote-code" in spec.extraction.args
+        by_row |= diagnose.against_reference(one, reference, trust_remote_code=trust)
+    return whole, by_row
 
 
 def _remember(dataset: Path, meaning: DatasetSemantics, found: Census, damaged: dict[int, str]) -> None:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Extraction against plain prefill, and captured rows against Hugging Face, on one GPU.
 #   bench/gpu.sh exact              rows against Hugging Face (qwen3, DeepSeek-V3 architecture)
+#   bench/gpu.sh borrow             stop, a reparented child, a stranger, restore: with nvidia-smi and device memory
 #   bench/gpu.sh SHAPE [ARGS...]    SHAPE: 8b, 1.7b, kimi; ARGS go to gpu_prefill.py
 # Needs a Python with SGLang on PATH as $PYTHON (default python3). WHEELS=DIR installs a folder of wheels first.
 set -euo pipefail
@@ -15,6 +16,7 @@ export SGLANG_IS_FLASHINFER_AVAILABLE=false TVM_FFI_CACHE_DIR="$WORK/jit" HF_HUB
 mkdir -p "$WORK" "$OUTPUT"
 case "${1:-}" in
   exact) shift; exec "$PYTHON" bench/gpu_exact.py --work "$WORK/exact" "$@" ;;
+  borrow) shift; exec "$PYTHON" bench/gpu_borrow.py --work "$WORK/borrow" "$@" ;;
   8b | 1.7b | kimi) shape=$1; shift; exec "$PYTHON" bench/gpu_prefill.py --shape "$shape" --output "$OUTPUT" --work "$WORK" "$@" ;;
-  *) sed -n '2,6p' "$0"; exit 2 ;;
+  *) sed -n '2,7p' "$0"; exit 2 ;;
 esac

@@ -107,6 +107,21 @@ def kill(spec: RunSpec, job_id: str, grace_s: float) -> JobStatus:
     return poll(spec, job_id, 0)
 
 
+def end_left(spec: RunSpec, grace_s: float) -> list[str]:
+    """End the jobs of the spec's run that still live, this one apart; their ids.
+
+    For the end of a run: Airflow tells nobody of a task that is marked between its deferral and its trigger's start.
+    """
+    ended = []
+    for file in sorted((state.home(spec) / "jobs").glob("*/job.json")):
+        record = state.read_document(JobRecord, file)
+        mine = record is not None and record.run_id == spec.run_id and record.id != os.environ.get(JOB_VARIABLE)
+        if record is not None and mine and _living(record):
+            kill(spec, record.id, grace_s)
+            ended.append(record.id)
+    return ended
+
+
 def program_environment() -> dict[str, str]:
     """This environment, in which this program is found from any folder (PYTHONPATH may have been relative)."""
     root = str(Path(__file__).resolve().parents[1])

@@ -18,7 +18,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
-from hsx_host import adopt, borrow, guards, inherited, launch, lease, leftovers, patch, procid, serve, state
+from hsx_host import adopt, borrow, guards, inherited, jobs, launch, lease, leftovers, patch, procid, serve, state
 from hsx_host.contract import Lease, RestoreReport, RunSpec, ServerFacts
 from hsx_host.errors import BadInput, HsxError
 from hsx_host.procid import ProcId
@@ -52,6 +52,8 @@ def run(spec: RunSpec, args: Namespace) -> RestoreReport:
         return report("nothing", "the host is lent again", serve.recorded_facts(spec))
     if args.now:
         return by_hand(spec, everybody=args.hold)
+    if left := jobs.end_left(spec, _UNWIND_S):
+        log(f"ended what tasks of this run have left at work: {', '.join(left)}")
     return proved(spec, borrow.give_back(spec))
 
 

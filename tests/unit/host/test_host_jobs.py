@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -267,3 +268,15 @@ def test_an_offset_that_no_log_has_is_refused(spec: c.RunSpec, tmp_path: Path) -
     for offset in ("-1", "9" * 40):
         answer = verb("job", "poll", "j", "--offset", offset, "--spec", path, check=2)
         assert answer["field"] == "--offset"
+
+
+def test_the_end_of_a_run_ends_the_jobs_that_its_tasks_have_left(spec: c.RunSpec, tmp_path: Path) -> None:
+    path, command = guard_command(spec, tmp_path)
+    left = verb("job", "start", "left", "--spec", path, "--", *command)["pid"]
+    other = write_spec(replace(spec, run_id="run-2"), tmp_path, "other.json")
+    theirs = verb("job", "start", "theirs", "--spec", other, "--", *command[:2], command[2], "--spec", path)["pid"]
+    assert jobs.end_left(spec, 10.0) == ["left"]
+    wait_for(lambda: procid.start_ticks(left) is None)
+    assert procid.start_ticks(theirs)
+    assert jobs.end_left(spec, 10.0) == []
+    end(spec, "theirs")

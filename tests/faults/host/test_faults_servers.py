@@ -64,21 +64,29 @@ def test_production_does_not_come_back_at_the_first_try(make_host: MakeHost, row
     with host.polled():
         AT["extraction up"].bring(host)
         host.hold(f"production-{how}", "1")
-        if who == "teardown":
-            said = host.run(*PRODUCTION)
-            assert (said.rc, said.document["kind"]) == (75, "again"), said
+        job = host.start("restore") if who == "teardown" else ""
+        if job:
+            until(lambda: host.told("production did not come back", attempt=1), host.story)
             host.free()
-            give_back(host)
+            assert host.end_of(job).rc == 0
     if who == "guard":
-        until(lambda: host.told("guard: production is not back yet"), host.story)
+        until(lambda: host.told("production did not come back", attempt=1), host.story)
         host.free()
     host.settled()
-    log = (
-        "exit 75 with the end of the server's log"
-        if who == "teardown"
-        else 'journal: "guard: production is not back yet"'
-    )
-    row(end=f"tried again until it is back; {END}", log=log)
+    row(end=f"started again until it is back; {END}", log='journal: "production did not come back", attempt 1')
+
+
+def test_production_comes_back_at_the_fourth_start(make_host: MakeHost, row: Row) -> None:
+    row("production ends at its first three starts", "production starting, by the teardown")
+    host = make_host()
+    AT["extraction up"].bring(host)
+    host.hold("production-die", "3")
+    said = host.run("restore")
+    assert (said.rc, said.document["kind"]) == (75, "again"), said
+    assert lease.read(host.spec) is not None, "the lease is kept: the guards go on where no try is left"
+    give_back(host)
+    host.settled()
+    row(end=f"restore's next try brings it back; {END}", log="exit 75 with the end of the server's log")
 
 
 def test_the_ssh_session_is_gone(make_host: MakeHost, row: Row) -> None:

@@ -94,7 +94,7 @@ def test_the_ssh_server_is_down_for_three_minutes(stand: Stand, run: DagRun, job
 
 
 def test_a_second_run_waits(stand: Stand, run: DagRun, job: int, row: Row) -> None:
-    """Two runs at once: the second is queued until the first has ended, and then finds nothing to do."""
+    """Two runs at once: the second is queued until the first has ended, and goes by the profile as it is then."""
     row("two runs at once", "extracting")
     second = stand.trigger(dataset=run.conf["dataset"])
     goes_on(stand, run, job, time.time())
@@ -104,8 +104,9 @@ def test_a_second_run_waits(stand: Stand, run: DagRun, job: int, row: Row) -> No
     assert run.manifest() == SAMPLES
     stand.settled()
     assert second.end() == "success", second.story()
+    assert stand.client.xcom(DAG_ID, second.id, "handoff")["layers"] == [2, 5]  # the profile as it is now
     stand.settled()
-    row(end="the second is queued until the first has ended; production as it was", log="gate: Nothing to do")
+    row(end="the second is queued until the first has ended, both green; production as it was", log="nothing")
 
 
 def test_how_the_run_ended(stand: Stand, run: DagRun, row: Row) -> None:

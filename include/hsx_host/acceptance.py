@@ -194,6 +194,7 @@ def _ask(settings: AcceptanceSettings, chosen: list[Prompt], what: str) -> list[
         }
         with requests.Session() as session:
             session.trust_env = False
+            session.headers.update(servers.headers(settings.server))
             try:
                 answer = session.post(f"{servers.url(settings.server)}/generate", json=body, timeout=600)
                 answer.raise_for_status()

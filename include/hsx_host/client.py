@@ -15,7 +15,7 @@ import time
 import urllib.parse
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -55,6 +55,7 @@ class Engine:
     url: str
     spool: Path
     alive: Callable[[], bool]
+    headers: dict[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ def live_engine(spec: RunSpec) -> Engine:
     main = procid.ProcId(server.pid, server.start)
     schedulers = [procid.identify(one.pid) for one in capture_server.ready(spool)]
     parts = [main, *schedulers]  # SGLang ends itself some time after a scheduler; requests to it hang until then
-    return Engine(servers.url(spec.extraction), spool, lambda: all(p is not None and procid.alive(p) for p in parts))
+    alive: Callable[[], bool] = lambda: all(p is not None and procid.alive(p) for p in parts)  # noqa: E731
+    return Engine(servers.url(spec.extraction), spool, alive, servers.headers(spec.extraction))
 
 
 class Client:
@@ -136,7 +138,9 @@ class Client:
         """Tell the server to drop what is in flight, so that waiting threads end soon."""
         for rid in list(self._flying):
             with contextlib.suppress(requests.RequestException):
-                requests.post(f"{self._engine.url}/abort_request", json={"rid": rid}, timeout=5)
+                requests.post(
+                    f"{self._engine.url}/abort_request", json={"rid": rid}, headers=self._engine.headers, timeout=5
+                )
 
     def withdraw(self) -> None:
         """Take back what a killed client left in the spool; the server drops what it still works on."""
@@ -243,6 +247,7 @@ class Client:
         if not hasattr(self._local, "session"):
             self._local.session = requests.Session()
             self._local.session.trust_env = False  # the server is on this host: no proxy stands between
+            self._local.session.headers.update(self._engine.headers)
         session: requests.Session = self._local.session
         return session
 

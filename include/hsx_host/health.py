@@ -114,8 +114,7 @@ def _session(settings: ServerSettings) -> requests.Session:
     """Straight to the server: a proxy in the environment is for elsewhere. With the server's key, where it has one."""
     session = requests.Session()
     session.trust_env = False
-    if key := servers.api_key(settings):
-        session.headers["Authorization"] = f"Bearer {key}"
+    session.headers.update(servers.headers(settings))
     return session
 
 

@@ -110,7 +110,7 @@ def chunk_size(spec: RunSpec, engine: Engine) -> int:
     if given is not None:
         return given
     try:
-        answer = requests.get(f"{engine.url}/server_info", timeout=30)
+        answer = requests.get(f"{engine.url}/server_info", headers=engine.headers, timeout=30)
         return int(answer.json()["chunked_prefill_size"])
     except (requests.RequestException, ValueError, KeyError, TypeError) as e:
         raise TryAgain(

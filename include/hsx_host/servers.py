@@ -167,6 +167,12 @@ def shown(args: Sequence[str]) -> list[str]:
     return told
 
 
+def headers(settings: ServerSettings) -> dict[str, str]:
+    """What every request to the server bears: its key, where it asks for one."""
+    key = api_key(settings)
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 def api_key(settings: ServerSettings) -> str:
     """The key that the server asks its clients for; "" where it asks for none."""
     return " ".join(flags(settings.args).get("--api-key", ()))

@@ -311,6 +311,7 @@ class _Making:
         if not hasattr(self._local, "session"):
             self._local.session = requests.Session()
             self._local.session.trust_env = False
+            self._local.session.headers.update(servers.headers(self._spec.production))
         session: requests.Session = self._local.session
         return session
 

@@ -33,6 +33,7 @@ class StandIn:
         self.next_token: Callable[[Any], int] = lambda last: 7
         self.states: Callable[[list[int]], list[Any]] = lambda ids: h.states(len(ids), seed=sum(ids))
         self.alive = True
+        self.key = ""
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -42,7 +43,8 @@ class StandIn:
         self._server.server_close()
 
     def engine(self) -> Engine:
-        return Engine(self.url, self.spool, lambda: self.alive)
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        return Engine(self.url, self.spool, lambda: self.alive, headers)
 
     def _answer(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         rid, ids = body["rid"], body["input_ids"]
@@ -77,6 +79,9 @@ class StandIn:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if stand_in.key and self.headers.get("Authorization") != f"Bearer {stand_in.key}":
+                    self.send_error(401)
+                    return
                 status, answer = stand_in._answer(body) if self.path == "/generate" else (200, {})
                 if self.path == "/abort_request":
                     stand_in.aborted.append(body["rid"])

@@ -63,6 +63,12 @@ def test_a_good_sample_is_whole(server: StandIn, tmp_path: Path) -> None:
     assert list((tmp_path / "spool").iterdir()) == []
 
 
+def test_a_server_that_asks_for_a_key_gets_it(server: StandIn, tmp_path: Path) -> None:
+    server.key = "k-1"
+    assert asker(server, tmp_path).capture(sample()).text == "9 sent, 9 dumped, 0 cached"
+    assert "k-1" not in repr(server.engine())
+
+
 def planes(record: CaptureRecord, **flags: Any) -> CaptureRecord:
     return replace(record, planes=[replace(record.planes[0], **flags), *record.planes[1:]])
 

@@ -16,7 +16,7 @@ use_ui = AF="$${UI_PYTHON:-$$($(ENVS) ui)}"; test -n "$$AF"
 # What mypy reads: one call a package root, test folders by themselves (their conftests share a name).
 checked = include plugins dags
 
-.PHONY: help demo demo-training circle up down envs test test-crash test-faults test-hosts test-matrix test-host test-airflow lint format bench clean clean-cache \
+.PHONY: test-trainers help demo demo-training circle up down envs test test-crash test-faults test-hosts test-matrix test-host test-airflow lint format bench clean clean-cache \
   test-ui screenshots vendor bench-page
 
 help:            ## this list
@@ -64,6 +64,9 @@ test-crash:      ## 30 seeded kills each of client, scheduler, server and all, a
 
 test-matrix:     ## capture in SGLang 0.5.14, 0.5.17 and the newest, under every scheduler setting: half an hour or more
 	@"$(PYTHON)" include/hsx_demo/run_tests.py matrix
+
+test-trainers:   ## the trainers' own code on a data set that SGLang made; installs each of them once
+	@$(use_host); $(rooms); exec "$$HSX_HOST_PYTHON" -m pytest tests/trainers
 
 lint:            ## ruff and mypy
 	@$(use_airflow); "$$AF" -m ruff check .; "$$AF" -m ruff format --check .; "$$AF" -m mypy $(checked)

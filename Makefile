@@ -16,7 +16,7 @@ use_ui = AF="$${UI_PYTHON:-$$($(ENVS) ui)}"; test -n "$$AF"
 # What mypy reads: one call a package root, test folders by themselves (their conftests share a name).
 checked = include plugins dags
 
-.PHONY: test-trainers help demo demo-training circle up down envs test test-crash test-faults test-hosts test-matrix test-host test-airflow lint format bench clean clean-cache \
+.PHONY: test-trainers help demo demo-training circle up down envs test test-compose test-crash test-faults test-hosts test-matrix test-host test-airflow lint format bench clean clean-cache \
   test-ui screenshots vendor bench-page
 
 help:            ## this list
@@ -67,6 +67,9 @@ test-matrix:     ## capture in SGLang 0.5.14, 0.5.17 and the newest, under every
 
 test-trainers:   ## the trainers' own code on a data set that SGLang made; installs each of them once
 	@$(use_host); $(rooms); exec "$$HSX_HOST_PYTHON" -m pytest tests/trainers
+
+test-compose:    ## the commands of docs/install.md, and what docker-compose.yaml wants in .env; needs Docker Compose, no engine
+	@$(use_airflow); $(use_host); $(rooms); export HSX_COMPOSE="$${HSX_COMPOSE:-docker compose}"; exec "$$AF" -m pytest tests/compose
 
 lint:            ## ruff and mypy
 	@$(use_airflow); "$$AF" -m ruff check .; "$$AF" -m ruff format --check .; "$$AF" -m mypy $(checked)

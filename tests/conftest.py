@@ -26,5 +26,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([*(str(r) for r in ROOMS if str(r) no
 collect_ignore = []
 if importlib.util.find_spec("airflow") is None:
     collect_ignore += ["unit/airflow", "integration", "faults/dag"]
+if "HSX_COMPOSE" not in os.environ:  # `make test-compose` sets it
+    collect_ignore += ["compose"]
 if importlib.util.find_spec("sglang") is None:
     collect_ignore += ["unit/host", "unit/patches", "system", "crash", "faults/host", "matrix"]

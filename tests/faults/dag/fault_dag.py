@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from hsx_demo.processes import Child
 from hsx_demo.sshd import start_sshd
 from hsx_demo.stack import DAG_ID, TOKEN, Stack
 from hsx_host.contract import encode
+from hsx_operators.answers import human_line
 from hsx_operators.hosts import dag_id_of
 
 FAULTS = Path(__file__).resolve().parents[1]
@@ -325,9 +327,14 @@ class DagRun:
         return f"{self.state()} {self.states()}\n{logs}\n{self.stand.story()}"
 
     def job(self) -> dict[str, Any]:
-        """The newest extraction job on the host."""
-        jobs = sorted((self.stand.home / "jobs").glob("extract-*/job.json"), key=lambda f: f.stat().st_mtime)
-        return read_json(jobs[-1])
+        """This run's newest extraction job on the host."""
+        files = sorted((self.stand.home / "jobs").glob("extract-*/job.json"), key=lambda f: f.stat().st_mtime)
+        return [job for job in map(read_json, files) if job["run_id"] == self.id][-1]
+
+    def told_by_the_job(self) -> Counter[str]:
+        """What that job has told, as a task's log shows it."""
+        log = (self.stand.home / "jobs" / self.job()["id"] / "stderr").read_text()
+        return Counter(human_line(line) for line in log.splitlines())
 
 
 def looks(pid: int) -> tuple[list[str], dict[str, str], str]:

@@ -63,7 +63,7 @@ def test_the_dag_and_the_profile_are_changed(stand: Stand, run: DagRun, job: int
     tags = lambda: [t["name"] for t in stand.client.get(f"dags/{DAG_ID}")["tags"]]  # noqa: E731
     until(lambda: "changed" in tags(), "the DAG file is read again")
     goes_on(stand, run, job, time.time())
-    row(end="the run goes on with the plan that it was started with (see its end)", log="handoff: layers as planned")
+    row(end="the run goes on with the plan that it was started with", log="handoff: layers as planned")
 
 
 def test_the_triggerer_is_killed(stand: Stand, run: DagRun, job: int, row: Row) -> None:

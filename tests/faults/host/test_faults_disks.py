@@ -52,7 +52,10 @@ def test_the_home_before_the_host_is_borrowed(
     give_back(host)
     host.settled()
     assert host.owner.poll() is None
-    row(end="refused, production untouched; goes on once it can write", log=f"exit {wanted[0]}: {message[:60]}")
+    row(
+        end="refused, production untouched; goes on once it can write",
+        log=f"exit {wanted[0]}: {message.split(' (')[0].split(';')[0]}",
+    )
 
 
 @pytest.mark.parametrize("disk", ["home"], indirect=True)
@@ -130,4 +133,4 @@ def test_the_data_set_s_disk_in_mid_shard(
     give_back(host)
     host.settled()
     row(end="the shard goes on where it stopped once it can write; production as it was, lease free, nothing left",
-        log=f"exit {wanted[0]}: {said.document['message'][:60]}")  # fmt: skip
+        log=f"exit {wanted[0]}: {said.document['message'].split(';')[0]}")  # fmt: skip

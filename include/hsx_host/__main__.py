@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     if argv[0] in verbs.VERBS and {"-h", "--help"} & set(_split(argv)[0]):
         sys.stdout.write(_parser(argv[0]).format_help())
         return OK
-    with _stdout_to_stderr() as out:
+    with _umask(argv[0]), _stdout_to_stderr() as out:
         document, code = _answer(argv)
         _write_all(out, (encode(document) + "\n").encode())
     return code
@@ -105,8 +105,6 @@ def _run(argv: list[str]) -> Any:
         args.spec = last_spec()
     spec = read_spec(args.spec)
     _stop_on_sigterm()
-    if verb in PRIVATE:
-        os.umask(0o077)
     if verb in RENEWING and jobs.JOB_VARIABLE not in os.environ:
         with contextlib.suppress(HsxError, OSError):  # a verb that must hold the lease says so itself
             guards.renew(spec)
@@ -206,6 +204,18 @@ def _stop_on_sigterm() -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, stop)
+
+
+@contextmanager
+def _umask(verb: str) -> Iterator[None]:
+    """Files of a private verb are this login's alone."""
+    before = os.umask(0o077)
+    try:
+        if verb not in PRIVATE:
+            os.umask(before)
+        yield
+    finally:
+        os.umask(before)
 
 
 @contextmanager

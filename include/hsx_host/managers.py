@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from hsx_host import processes, procid, state
+from hsx_host import inherited, processes, procid, state
 from hsx_host.contract import RunSpec
 from hsx_host.errors import BadInput, TryAgain
 from hsx_host.procid import ProcId
@@ -160,7 +160,14 @@ def _ask(spec: RunSpec, command: list[str], timeout_s: float) -> str:
     with tempfile.TemporaryFile() as out:
         try:
             done = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd="/", env=env, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                cwd="/",
+                env=env,
+                start_new_session=True,
+                umask=inherited.base(spec).umask,
             )
         except OSError as e:
             raise BadInput(

@@ -70,7 +70,7 @@ def reboot(spec: c.RunSpec) -> None:
 @pytest.fixture
 def borrowed(spec: c.RunSpec) -> c.RunSpec:
     """Extraction under the run's lease, as its setups leave it."""
-    spec = replace(spec, lease_ttl_s=20.0)
+    spec = replace(spec, lease_ttl_s=300.0)
     serve.ensure(spec, "production")
     borrow.acquire(spec, by_step=False)
     serve.ensure(spec, "extraction")

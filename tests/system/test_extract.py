@@ -132,7 +132,7 @@ def test_verify_handoff_convert(extracted: Host, tmp_path: Path, tiny_llama: Pat
     lengths = json.loads((extracted.dataset / "v1/sample_lengths.json").read_text())
     assert lengths == {str(i): n for i, n in enumerate(LENGTHS)}
     result = extracted.verb("convert", "--format", "specforge", "--out", str(tmp_path / "sf"), "--limit", "5")
-    assert result["samples"] == 5
+    assert result["formats"][0]["samples"] == 5
     body = torch.load(tmp_path / "sf/rows_0-2000/data_3.ckpt", weights_only=True)
     source = load(extracted.dataset / "v1/data_3.pt")
     assert body["aux_hidden_state"].shape == (1, LENGTHS[3], 3 * source["hidden_states"][0].shape[1])

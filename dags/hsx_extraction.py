@@ -195,16 +195,16 @@ def several_hosts(
     hosts: tuple[HostShape, ...], approve: BaseOperator, shares: XComArg, disk: XComArg
 ) -> list[BaseOperator]:
     """The same for each host, in a group of its own; then ``take_over``, the same again for what a host has left."""
-    whatever = TriggerRule.ALL_DONE_MIN_ONE_SUCCESS  # became of a host: the others' work goes on and is handed on
+    # Whatever became of a host, skipped included: the others' work goes on.
     reassign = ReassignOperator(
-        task_id="reassign", hosts=[host.name for host in hosts], shares=shares, trigger_rule=whatever
+        task_id="reassign", hosts=[host.name for host in hosts], shares=shares, trigger_rule=TriggerRule.ALL_DONE
     )
-    convert = ConvertFormatsOperator(
-        task_id="convert", plan_task_id="reassign", trigger_rule=whatever, pool=hosts[0].pool
-    )
-    handoff = TrainingHandoffOperator(
-        task_id="handoff", plan_task_id="reassign", trigger_rule=TriggerRule.NONE_FAILED, pool=hosts[0].pool
-    )
+    # Mostly nothing was to be taken over, and all of take_over is skipped.
+    behind: dict[str, Any] = {
+        "plan_task_id": "reassign", "trigger_rule": TriggerRule.NONE_FAILED, "pool": hosts[0].pool
+    }  # fmt: skip
+    convert = ConvertFormatsOperator(task_id="convert", **behind)
+    handoff = TrainingHandoffOperator(task_id="handoff", **behind)
     ends: list[BaseOperator] = []
     for host in hosts:
         with TaskGroup(host.name):

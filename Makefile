@@ -57,7 +57,7 @@ vendor:          ## the page's JavaScript libraries anew, as plugins/hsx_page/pa
 	@sh plugins/hsx_page/vendor.sh
 
 test-hosts:      ## two hosts, nights, windows and backfills on real parts (half an hour)
-	@$(use_airflow); $(use_host); $(rooms); exec "$$AF" -m pytest tests/integration/long_hosts.py -v
+	@$(use_airflow); $(use_host); $(rooms); exec "$$AF" -m pytest tests/integration/long_two_hosts.py tests/integration/long_hosts.py -v
 
 test-crash:      ## 30 seeded kills each of client, scheduler, server and all, and full disks: an hour or two
 	@HSX_CRASH_MOMENTS="$${HSX_CRASH_MOMENTS:-30}" "$(PYTHON)" include/hsx_demo/run_tests.py crash

@@ -20,7 +20,7 @@ from hsx_demo.environments import OLDER_SGLANG, REPO, EnvironmentFailure, ensure
 # What runs where. Two workers where nothing shares a server; a server's tests run one after the other.
 TEST = (
     ("host, unit", "host", ("tests/unit/host", "tests/unit/patches"), ("-n", "2")),
-    ("host, system", "host", ("tests/system", "tests/crash/test_crash.py"), ("-n", "2", "--dist", "loadscope")),
+    ("host, system", "host", ("tests/system",), ("-n", "2", "--dist", "loadscope")),
     ("host, some faults", "host", ("tests/faults/host",), ("-n", "2", "-m", "quick")),
     ("airflow, unit", "airflow", ("tests/unit/airflow", "tests/unit/demo"), ("-n", "2")),
     ("airflow, integration", "airflow", ("tests/integration",), ("-n", "2", "--dist", "loadfile")),

@@ -1,4 +1,4 @@
-"""A profile of two hosts on real parts: two SSH servers, two servers, one data set; each is borrowed and given back."""
+"""``make test-hosts``: two SSH servers, two servers, one data set; each host is borrowed and given back."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from hsx_host.manifest import (
     standing,
 )
 from hsx_host.progress import log
-from hsx_host.shards import ShardFiles, ShardInput, read_input, shard_ids, shard_name
+from hsx_host.shards import ShardFiles, ShardInput, read_input, row_numbers, shard_name
 
 HELP = "extract one shard: resumable, concurrent, self-checking"
 
@@ -135,7 +135,7 @@ class _Shard:
 
     def _strangers(self) -> list[str]:
         """Remove files that would be trained on and belong to no row of the data set (another run's leftovers)."""
-        rows = range(shard_ids(self._dataset)[-1] * self._meaning.shard_size + self._meaning.shard_size)
+        rows = row_numbers(self._dataset, self._meaning.shard_size)
         known = {self._folder / self._form.file_name(row) for row in rows}
         ending = Path(self._form.file_name(0)).suffix
         strangers = [

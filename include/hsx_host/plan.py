@@ -25,7 +25,7 @@ from hsx_host.fingerprint import DatasetSemantics, dataset_dir, semantics, settl
 from hsx_host.manifest import Published, failures, newest, read_lines, standing
 from hsx_host.model_facts import ModelFacts, longest_prompt, read_model
 from hsx_host.progress import log
-from hsx_host.shards import ShardFiles, pack, shard_ids, shard_name, sync_folder, write_input
+from hsx_host.shards import FIRST_TOP_UP, ShardFiles, pack, shard_ids, shard_name, sync_folder, write_input
 
 HELP = "validate the data set, cut shards, size them, leave out what is already extracted"
 
@@ -194,7 +194,7 @@ def _close(
 ) -> ShardPlan:
     """Size one shard that was read to its end, and write its input where the run has it to do."""
     first = shard * spec.data.shard_size
-    size = len(samples) if shard >= topup.FIRST_SHARD else counts.rows - first
+    size = len(samples) if shard >= FIRST_TOP_UP else counts.rows - first
     hashes = {s.row: s.hash for s in samples}
     lines = newest(read_lines(ShardFiles(folder, shard).manifest, Published)[0])
     lost = sorted(set(lines) - set(hashes))
@@ -237,7 +237,7 @@ def _check(spec: RunSpec, counts: _Counts, shards: set[int]) -> None:
     if unknown:
         raise BadInput(
             f"shard {unknown[0]} does not exist: {counts.rows} rows make shards 0 to "
-            f"{max(s for s in shards if s < topup.FIRST_SHARD)}",
+            f"{max(s for s in shards if s < FIRST_TOP_UP)}",
             field="data.shards",
             value=spec.data.shards,
             fix="name shards that exist, or none for all",

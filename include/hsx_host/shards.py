@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from hsx_host.dataset import Sample
 from hsx_host.errors import TryAgain
 from hsx_host.state import write_whole
+
+#: Top-ups are shards from here on: a data file may grow without meeting their rows.
+FIRST_TOP_UP = 50_000
 
 _KINDS = {"ids": np.int32, "mask": np.uint8, "offsets": np.int64, "rows": np.int64, "hash": np.uint8}
 
@@ -66,6 +69,14 @@ def shard_ids(dataset: Path) -> list[int]:
     """The shards that have a folder, ascending."""
     root = dataset / "shards"
     return sorted(int(p.name) for p in root.iterdir() if p.name.isdigit()) if root.is_dir() else []
+
+
+def row_numbers(dataset: Path, shard_size: int) -> Iterator[int]:
+    """Every row number that a sample may have: of the data file up to its last shard, and of each top-up's shard."""
+    ids = shard_ids(dataset)
+    yield from range((max((s for s in ids if s < FIRST_TOP_UP), default=-1) + 1) * shard_size)
+    for shard in (s for s in ids if s >= FIRST_TOP_UP):
+        yield from range(shard * shard_size, (shard + 1) * shard_size)
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,9 @@ from hsx_host.fingerprint import opened
 from hsx_host.model_facts import longest_prompt, read_model
 from hsx_host.progress import Progress, log
 from hsx_host.prompts import Prompt, read_prompts
+from hsx_host.shards import FIRST_TOP_UP
 
 HELP = "let production answer prompts until the data set has the samples that are wanted"
-
-#: Top-ups are shards 50000 and up: a data file may grow without meeting their rows.
-FIRST_SHARD = 50_000
 
 
 @dataclass(frozen=True)
@@ -91,14 +89,14 @@ class Ledger:
             ) from None
 
     def kept(self, shard_size: int) -> Iterator[Sample]:
-        """The samples that count, with their rows: shards from FIRST_SHARD on.
+        """The samples that count, with their rows: shards from FIRST_TOP_UP on.
 
         :raises Refused: where the samples' file is not what the manifest says.
         """
         lines = [line for line in self.lines() if line.kept]
         if not lines:
             return
-        first = FIRST_SHARD * shard_size
+        first = FIRST_TOP_UP * shard_size
         try:
             with self.samples.open("rb") as f:
                 for line in lines:

@@ -19,7 +19,7 @@ from hsx_host import borrow, extract, fingerprint, plan, proof, verify
 from hsx_host import contract as c
 from hsx_host.errors import HsxError, Refused
 from hsx_host.formats import speculators_v1 as v1
-from hsx_host.shards import ShardFiles
+from hsx_host.shards import FIRST_TOP_UP, ShardFiles
 
 
 @pytest.fixture
@@ -183,3 +183,22 @@ def test_other_weights_engine_and_norm_are_named(whole: tuple[c.RunSpec, StandIn
     state.write_document(dataset / "dataset.json", replace(meaning, **{name: value}))
     with pytest.raises(Refused, match=name):
         extract.run(spec, Namespace(shard=0, stop_after=0.0))
+
+
+def test_shards_of_top_ups_are_far_away_and_cost_nothing(
+    whole: tuple[c.RunSpec, StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leftovers are told from samples by the rows that there are, not by all numbers up to the highest."""
+    spec, _ = whole
+    dataset = fingerprint.opened(spec)[0]
+    (dataset / "shards" / f"{FIRST_TOP_UP:05d}").mkdir()
+    topped_up, stranger = dataset / f"v1/data_{FIRST_TOP_UP * 4 + 3}.pt", dataset / "v1/data_99.pt"
+    for path in (topped_up, stranger):
+        path.write_bytes(b"x")
+    named: list[int] = []
+    name = v1.file_name
+    monkeypatch.setattr(v1, "file_name", lambda row: named.append(row) or name(row))
+    extract.run(spec, Namespace(shard=0, stop_after=0.0))
+    assert topped_up.exists()
+    assert not stranger.exists()
+    assert len(named) < 100

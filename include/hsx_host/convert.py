@@ -26,7 +26,7 @@ from hsx_host.contract import ConvertedFormat, ConvertResult, RunSpec
 from hsx_host.converted import Collection, ConvertedSet
 from hsx_host.errors import BadInput, TryAgain
 from hsx_host.fingerprint import opened
-from hsx_host.manifest import Ledger, Published, newest, read_lines, rewrite
+from hsx_host.manifest import Ledger, Published, published_lines, rewrite
 from hsx_host.norm import FinalNorm
 from hsx_host.progress import Progress
 
@@ -71,7 +71,7 @@ def of_dataset(spec: RunSpec) -> Collection:
     dataset, meaning = opened(spec)
     lines = verify.census(spec, dataset, whole=True).published
     form = formats.primary(meaning.formats)
-    return Collection(dataset, form, converted.shape_of(meaning), meaning, False, dataset / proof.NORM_FILE, lines)
+    return Collection(dataset, form, meaning.shape, meaning, False, dataset / proof.NORM_FILE, lines)
 
 
 def chosen(source: Collection, args: Namespace) -> list[Published]:
@@ -195,7 +195,7 @@ def _settle(out: Path, here: ConvertedSet, source: Collection) -> dict[int, Publ
         shutil.copyfile(source.norm_file, norm)
     if known is None:
         state.write_document(out / converted.MEANING, here)
-    return newest(read_lines(out / converted.SAMPLES, Published)[0])
+    return published_lines(out / converted.SAMPLES)
 
 
 def _done(out: Path, line: Published, have: Published | None, source: Collection, form: formats.Format) -> bool:

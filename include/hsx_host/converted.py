@@ -15,7 +15,7 @@ from hsx_host import formats
 from hsx_host.errors import BadInput
 from hsx_host.fingerprint import DatasetSemantics
 from hsx_host.layouts.torchfile import crc_of
-from hsx_host.manifest import Published, newest, read_lines
+from hsx_host.manifest import Published, published_lines
 from hsx_host.norm import NORM_FILE
 from hsx_host.state import read_document
 
@@ -52,11 +52,6 @@ class Collection:
         return self.meaning.final
 
 
-def shape_of(meaning: DatasetSemantics) -> formats.Shape:
-    """What every sample of a data set has in common."""
-    return formats.Shape(meaning.planes, meaning.hidden_size, meaning.dtype)
-
-
 def opened(folder: Path, field: str = "--source") -> Collection:
     """A converted folder; BadInput where it is none."""
     found = read_document(ConvertedSet, folder / MEANING)
@@ -66,8 +61,8 @@ def opened(folder: Path, field: str = "--source") -> Collection:
         )
     meaning = replace(found.meaning, final=found.final, formats=[found.format])
     return Collection(
-        folder, formats.get(found.format, field), shape_of(meaning), meaning, found.approximate,
-        folder / NORM_FILE, newest(read_lines(folder / SAMPLES, Published)[0]),
+        folder, formats.get(found.format, field), meaning.shape, meaning, found.approximate,
+        folder / NORM_FILE, published_lines(folder / SAMPLES),
     )  # fmt: skip
 
 
@@ -78,7 +73,7 @@ def same_sample(have: Published | None, line: Published) -> bool:
 
 def missing(folder: Path, lines: dict[int, Published]) -> list[int]:
     """Rows of a data set that a converted folder lacks, or holds of an earlier extraction."""
-    have = newest(read_lines(folder / SAMPLES, Published)[0])
+    have = published_lines(folder / SAMPLES)
     return [row for row, line in sorted(lines.items()) if not same_sample(have.get(row), line)]
 
 

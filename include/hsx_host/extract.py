@@ -26,8 +26,7 @@ from hsx_host.manifest import (
     Ledger,
     Published,
     failures,
-    newest,
-    read_lines,
+    published_lines,
     remove_leftovers,
     remove_second_manifests,
     resume,
@@ -69,7 +68,7 @@ class _Shard:
     ) -> None:
         self._spec, self._dataset, self._meaning, self._files = spec, dataset, meaning, files
         self._form = formats.primary(meaning.formats)
-        self._shape = formats.Shape(meaning.planes, meaning.hidden_size, meaning.dtype)
+        self._shape = meaning.shape
         self._folder = dataset / self._form.FOLDER
         self._input: ShardInput = read_input(files)
         first, size = files.id * meaning.shard_size, meaning.shard_size
@@ -105,7 +104,7 @@ class _Shard:
         """The shard as it stands: the window had ended before it was begun. Its failures keep their reasons."""
         log("the window has ended: nothing of this shard is asked for")
         hashes = self._input.hashes()
-        lines = newest(read_lines(self._files.manifest, Published)[0])
+        lines = published_lines(self._files.manifest)
         self._published = {
             row: line for row, line in lines.items() if not standing(self._dataset, line, hashes.get(row))
         }

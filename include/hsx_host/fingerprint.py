@@ -16,6 +16,7 @@ from pathlib import Path
 from hsx_host import formats
 from hsx_host.contract import RunSpec
 from hsx_host.errors import BadInput, Refused, TryAgain
+from hsx_host.formats import Shape
 from hsx_host.model_facts import ModelFacts, read_model, weights_sha256
 from hsx_host.state import read_document, write_document
 
@@ -76,6 +77,11 @@ class DatasetSemantics:
     def planes(self) -> list[str]:
         """Names of the captured planes, in the order of the files: the layers ascending, then the final."""
         return [*(f"layer_{k}" for k in self.layers), "final"]
+
+    @property
+    def shape(self) -> Shape:
+        """What every sample of the data set has in common."""
+        return Shape(self.planes, self.hidden_size, self.dtype)
 
     @property
     def bytes_per_token(self) -> int:

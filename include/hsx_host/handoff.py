@@ -56,7 +56,7 @@ def run(spec: RunSpec, args: Namespace) -> HandoffResult:
     lines = found.published
     form = formats.primary(meaning.formats)
     folder = dataset / form.FOLDER
-    form.side_files(folder, convert.rows(dataset, form, converted.shape_of(meaning), lines.values()), asdict(meaning))
+    form.side_files(folder, convert.rows(dataset, form, meaning.shape, lines.values()), asdict(meaning))
     folders = {form.NAME: str(folder)} | _derived(spec, dataset, lines)
     result = HandoffResult(
         path=str(dataset / "handoff.json"),

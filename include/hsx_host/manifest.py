@@ -211,6 +211,11 @@ def remove_leftovers(folder: Path, dataset: Path, rows: dict[int, str], publishe
     return removed
 
 
+def published_lines(path: Path) -> dict[int, Published]:
+    """The line that counts for each row of a manifest; whether its sample still stands is not looked at."""
+    return newest(read_lines(path, Published)[0])
+
+
 def failures(path: Path) -> dict[int, Failed]:
     """The failure that counts for each row."""
     lines: tuple[list[Any], bool] = read_lines(path, Failed)

@@ -22,7 +22,7 @@ from hsx_host.contract import PlanResult, RunSpec, ShardPlan, encode
 from hsx_host.dataset import Reject, Sample, read_samples
 from hsx_host.errors import BadInput, Refused
 from hsx_host.fingerprint import DatasetSemantics, dataset_dir, semantics, settle
-from hsx_host.manifest import Published, failures, newest, read_lines, standing
+from hsx_host.manifest import Published, failures, published_lines, standing
 from hsx_host.model_facts import ModelFacts, longest_prompt, read_model
 from hsx_host.progress import log
 from hsx_host.shards import FIRST_TOP_UP, ShardFiles, pack, shard_ids, shard_name, sync_folder, write_input
@@ -95,7 +95,7 @@ def failing(folder: Path) -> list[int]:
     found = []
     for shard in shard_ids(folder):
         files = ShardFiles(folder, shard)
-        published = newest(read_lines(files.manifest, Published)[0])
+        published = published_lines(files.manifest)
         if failures(files.failures).keys() - published.keys():
             found.append(shard)
     return found
@@ -196,7 +196,7 @@ def _close(
     first = shard * spec.data.shard_size
     size = len(samples) if shard >= FIRST_TOP_UP else counts.rows - first
     hashes = {s.row: s.hash for s in samples}
-    lines = newest(read_lines(ShardFiles(folder, shard).manifest, Published)[0])
+    lines = published_lines(ShardFiles(folder, shard).manifest)
     lost = sorted(set(lines) - set(hashes))
     if lost:
         why = next((r.reason for r in counts.rejects if r.row == lost[0]), "the file ends before it")
@@ -218,7 +218,7 @@ def _close(
         write_input(draft / f"{shard:05d}.safetensors", pack(samples))
     known = failures(ShardFiles(folder, shard).failures)
     failed = [known[s.row] for s in todo if s.row in known]
-    shape = converted.shape_of(meaning)
+    shape = meaning.shape
     return ShardPlan(
         id=shard,
         name=shard_name(shard, spec.data.shard_size, first + size),
@@ -287,9 +287,9 @@ def _first(counts: _Counts) -> str:
 def _underived(spec: RunSpec, meaning: DatasetSemantics, folder: Path, counts: _Counts) -> tuple[int, int]:
     """Published samples that a derived format of the run does not have yet, and the bytes that they take there."""
     samples = size = 0
-    shape = converted.shape_of(meaning)
+    shape = meaning.shape
     for form in formats.of_run(spec.capture.formats)[1:]:
-        have = newest(read_lines(folder / form.FOLDER / converted.SAMPLES, Published)[0])
+        have = published_lines(folder / form.FOLDER / converted.SAMPLES)
         missing = [line for row, line in counts.standing.items() if not converted.same_sample(have.get(row), line)]
         samples += len(missing)
         size += sum(form.file_bytes(line.tokens, shape) for line in missing)

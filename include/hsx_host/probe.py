@@ -71,7 +71,7 @@ def probe(spec: RunSpec, dataset: Path, meaning: DatasetSemantics, engine: Engin
     shutil.rmtree(folder, ignore_errors=True)
     norm = proof.keep_norm(engine.spool, ready_norm_class(engine.spool), dataset)
     form = formats.primary(meaning.formats)
-    shape = formats.Shape(meaning.planes, meaning.hidden_size, meaning.dtype)
+    shape = meaning.shape
     client = Client(engine, form, shape, folder, spec.data.request_timeout_s)
     matrix = _Matrix(
         client, form, shape, proof.NextToken(spec.model.path, norm, meaning.dtype, meaning.final), meaning.vocab_size

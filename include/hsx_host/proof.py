@@ -141,7 +141,7 @@ def prove_published(
     if not lines:
         return "0 of 0 next tokens", {}
     form = formats.primary(meaning.formats)
-    shape = formats.Shape(meaning.planes, meaning.hidden_size, meaning.dtype)
+    shape = meaning.shape
     prover = NextToken(model_path, dataset / NORM_FILE, meaning.dtype, meaning.final)
     problems: dict[int, str] = {}
     rows, whole = [], []

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hsx_host import state
 from hsx_host.formats import Format
-from hsx_host.manifest import Published, newest, read_lines, rewrite, standing
+from hsx_host.manifest import Published, published_lines, rewrite, standing
 from hsx_host.progress import log
 from hsx_host.shards import ShardFiles, shard_ids, sync_folder
 
@@ -25,7 +25,7 @@ def published(dataset: Path) -> dict[bytes, Published]:
     """Every published sample whose file is whole, by identity; one of several that are the same."""
     found: dict[bytes, Published] = {}
     for shard in shard_ids(dataset):
-        for line in newest(read_lines(ShardFiles(dataset, shard).manifest, Published)[0]).values():
+        for line in published_lines(ShardFiles(dataset, shard).manifest).values():
             known = bytes.fromhex(line.ids_hash)
             if known not in found and not standing(dataset, line, known):
                 found[known] = line
@@ -57,7 +57,7 @@ def move(dataset: Path, form: Format, shard_size: int, moves: dict[int, Publishe
         kept = {}
         for shard, rows in by_shard.items():
             files = ShardFiles(dataset, shard)
-            kept[shard] = newest(read_lines(files.manifest, Published)[0])
+            kept[shard] = published_lines(files.manifest)
             for row in rows:
                 kept[shard].pop(row, None)
             rewrite(files.manifest, kept[shard].values())

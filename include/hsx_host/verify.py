@@ -24,9 +24,8 @@ from hsx_host.manifest import (
     damaged_path,
     failures,
     is_second_manifest,
-    newest,
     note_damaged,
-    read_lines,
+    published_lines,
     standing,
 )
 from hsx_host.progress import Progress
@@ -105,7 +104,7 @@ def census(spec: RunSpec, dataset: Path, *, whole: bool = False) -> Census:
             continue
         files = ShardFiles(dataset, shard)
         hashes = read_input(files).hashes()
-        lines = newest(read_lines(files.manifest, Published)[0])
+        lines = published_lines(files.manifest)
         for row, line in lines.items():
             why = standing(dataset, line, hashes.get(row))
             if not why:
@@ -146,7 +145,7 @@ def check(
     """
     found = found or census(spec, dataset, whole=whole)
     form = formats.primary(meaning.formats)
-    shape = formats.Shape(meaning.planes, meaning.hidden_size, meaning.dtype)
+    shape = meaning.shape
     problems = [*found.wrong, *_strays(spec, dataset, form, meaning, found), *_lost_shards(spec, dataset, found)]
     lines = [found.published[row] for row in sorted(found.published)]
     progress = Progress("verify", len(lines))
@@ -199,7 +198,7 @@ def _diagnosed(
 ) -> tuple[list[str], dict[int, str]]:
     """Faults that checksums can't see: of the data set as a whole, and by row."""
     one = converted.Collection(
-        dataset, formats.primary(meaning.formats), converted.shape_of(meaning), meaning, False,
+        dataset, formats.primary(meaning.formats), meaning.shape, meaning, False,
         dataset / proof.NORM_FILE, found.published,
     )  # fmt: skip
     by_row: dict[int, str] = {}

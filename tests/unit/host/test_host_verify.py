@@ -256,13 +256,13 @@ def test_a_plan_knows_whether_what_is_published_was_handed_off(made: tuple[c.Run
 def test_a_handoff_reads_each_manifest_once(made: tuple[c.RunSpec, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     spec, _dataset = made
     read: list[Path] = []
-    plain = verify.read_lines
+    plain = verify.published_lines
 
-    def counting(path: Path, cls: Any) -> Any:
+    def counting(path: Path) -> Any:
         read.append(path)
-        return plain(path, cls)
+        return plain(path)
 
-    monkeypatch.setattr(verify, "read_lines", counting)
+    monkeypatch.setattr(verify, "published_lines", counting)
     handoff.run(spec, Namespace(window_ended=False))
     assert len(read) == len(set(read)) > 1
 

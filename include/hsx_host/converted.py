@@ -14,7 +14,7 @@ from pathlib import Path
 from hsx_host import formats
 from hsx_host.errors import BadInput
 from hsx_host.fingerprint import DatasetSemantics
-from hsx_host.layouts.torchfile import crc_of
+from hsx_host.layouts.fields import crc_of
 from hsx_host.manifest import Published, published_lines
 from hsx_host.norm import NORM_FILE
 from hsx_host.state import read_document

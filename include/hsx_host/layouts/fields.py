@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import zlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsx_host.formats import Laid, Shape
+from hsx_host.spool import Plane
+
+_PIECE = 8 << 20
 
 ITEM_BYTES = {"int64": 8, "bfloat16": 2, "float16": 2}
 
@@ -42,3 +55,74 @@ def ids(tokens: int, record: str = "input_ids") -> Field:
 def mask(tokens: int) -> Field:
     """The loss mask, int64 [tokens], 1 where the loss counts."""
     return Field("loss_mask", (tokens,), "int64", ("loss_mask",))
+
+
+def write_ids_and_mask(
+    fd: int, placed: Iterable[tuple[Field, int]], size: int, ids: NDArray[Any], mask: NDArray[Any], shape: Shape
+) -> Laid:
+    """Write ids and mask into a file that is laid out; where its planes lie, and its checksums so far.
+
+    :param placed: each field with its offset in the file; ``size``: the file's bytes.
+    :raises OSError: ENOSPC and the like.
+    """
+    crcs: dict[str, int] = {}
+    places: dict[str, Plane] = {}
+    for field, offset in placed:
+        if field.is_text:
+            data = np.ascontiguousarray(ids if field.holds == ("input_ids",) else mask, dtype="<i8").tobytes()
+            os.pwrite(fd, data, offset)
+            crcs[field.holds[0]] = zlib.crc32(data)
+        else:
+            places |= planes(field, offset, shape)
+    return Laid(bytes=size, planes=[places[name] for name in shape.planes], crcs=crcs)
+
+
+def checksum(field: Field, path: Path, place: tuple[int, int], crcs: Mapping[str, int]) -> int:
+    """The crc32 of a filled field. ``place``: its offset and bytes; ``crcs``: of ids, mask and each plane alone."""
+    if len(field.holds) == 1:
+        return crcs[field.holds[0]]
+    return crc_of(path, *place)  # planes side by side: their own checksums don't make the record's
+
+
+def planes_of(fields: Iterable[Field], places: Mapping[str, tuple[int, int]], shape: Shape) -> list[Plane]:
+    """Where the rows of each plane lie in a whole file, by (offset, bytes) of each record."""
+    found: dict[str, Plane] = {}
+    for field in fields:
+        if not field.is_text:
+            found |= planes(field, places[field.record][0], shape)
+    return [found[name] for name in shape.planes]
+
+
+def planes(field: Field, offset: int, shape: Shape) -> dict[str, Plane]:
+    """Where each plane of a field lies in the file."""
+    row = shape.hidden_size * ITEM_BYTES[shape.dtype]
+    return {name: Plane(name, offset + i * row, row * len(field.holds)) for i, name in enumerate(field.holds)}
+
+
+def split(field: Field, tensor: Any, shape: Shape) -> dict[str, Any]:
+    """A loaded tensor as what it holds: ids or mask [n], or planes [n, H] (views)."""
+    if field.is_text:
+        return {field.holds[0]: tensor}
+    rows = tensor.reshape(-1, len(field.holds), shape.hidden_size)
+    return {name: rows[:, i] for i, name in enumerate(field.holds)}
+
+
+def as_sample(found: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
+    """What ``split`` gave of all fields, as ``Format.load`` tells it."""
+    return {
+        "input_ids": found["input_ids"],
+        "loss_mask": found["loss_mask"],
+        "planes": [found[name] for name in shape.planes],
+    }
+
+
+def crc_of(path: Path, offset: int, length: int) -> int:
+    """The crc32 of a part of a file."""
+    crc = 0
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        for at in range(offset, offset + length, _PIECE):
+            crc = zlib.crc32(os.pread(fd, min(_PIECE, offset + length - at), at), crc)
+    finally:
+        os.close(fd)
+    return crc

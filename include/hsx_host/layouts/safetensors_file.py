@@ -10,17 +10,15 @@ from __future__ import annotations
 import json
 import os
 import struct
-import zlib
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from hsx_host.formats import Laid, Shape
-from hsx_host.layouts.fields import Field
-from hsx_host.layouts.torchfile import crc_of, planes, split
+from hsx_host.layouts.fields import Field, as_sample, checksum, planes_of, split, write_ids_and_mask
 from hsx_host.spool import Plane
 
 _ALIGN = 64
@@ -44,36 +42,20 @@ class SafetensorsFile:
         """Write a sparse file with everything but hidden states. ``path`` must not exist."""
         fields = self._fields(len(ids), shape)
         header = _header(fields, {})
-        at, size = len(header), len(header) + sum(f.bytes for f in fields)
-        crcs: dict[str, int] = {}
-        places: dict[str, Plane] = {}
+        *offsets, size = accumulate((f.bytes for f in fields), initial=len(header))
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             os.ftruncate(fd, size)
             os.pwrite(fd, header, 0)
-            for field in fields:
-                if field.is_text:
-                    values = ids if field.holds == ("input_ids",) else mask
-                    data = np.ascontiguousarray(values, dtype="<i8").tobytes()
-                    os.pwrite(fd, data, at)
-                    crcs[field.holds[0]] = zlib.crc32(data)
-                else:
-                    places |= planes(field, at, shape)
-                at += field.bytes
+            return write_ids_and_mask(fd, zip(fields, offsets, strict=True), size, ids, mask, shape)
         finally:
             os.close(fd)
-        return Laid(bytes=size, planes=[places[name] for name in shape.planes], crcs=crcs)
 
     def complete(self, path: Path, crcs: dict[str, int], shape: Shape) -> dict[str, int]:
         """Write the records' checksums into the header, which keeps its length."""
         _, places, tokens = _read_header(path)
         fields = self._fields(tokens, shape)
-        done = {}
-        for field in fields:
-            if len(field.holds) == 1:
-                done[field.record] = crcs[field.holds[0]]
-            else:  # planes side by side: their own checksums don't make the record's
-                done[field.record] = crc_of(path, *places[field.record])
+        done = {f.record: checksum(f, path, places[f.record], crcs) for f in fields}
         fd = os.open(path, os.O_WRONLY)
         try:
             os.pwrite(fd, _header(fields, done), 0)
@@ -97,12 +79,7 @@ class SafetensorsFile:
 
     def planes(self, path: Path, tokens: int, shape: Shape) -> list[Plane]:
         """Where the rows of each plane lie in a whole file; ValueError as ``check``."""
-        places = self.check(path, tokens, shape)[1]
-        found: dict[str, Plane] = {}
-        for field in self._fields(tokens, shape):
-            if not field.is_text:
-                found |= planes(field, places[field.record][0], shape)
-        return [found[name] for name in shape.planes]
+        return planes_of(self._fields(tokens, shape), self.check(path, tokens, shape)[1], shape)
 
     def load(self, path: Path, shape: Shape) -> dict[str, Any]:
         """The sample, memory-mapped; ValueError where tensors or shapes are not the format's."""
@@ -119,11 +96,7 @@ class SafetensorsFile:
                     out |= split(field, tensor, shape)
         except SafetensorError as e:
             raise ValueError(f"not a safetensors file of this format: {e}") from None
-        return {
-            "input_ids": out["input_ids"],
-            "loss_mask": out["loss_mask"],
-            "planes": [out[name] for name in shape.planes],
-        }
+        return as_sample(out, shape)
 
 
 def _header(fields: list[Field], crcs: dict[str, int]) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,12 @@ from numpy.typing import NDArray
 
 from hsx_host.dataset import identity
 from hsx_host.formats import Laid, Shape
-from hsx_host.layouts.fields import ITEM_BYTES, Field
+from hsx_host.layouts.fields import Field, as_sample, checksum, planes_of, split, write_ids_and_mask
 from hsx_host.layouts.torchsave import Skeleton, Tensor, skeleton
 from hsx_host.layouts.torchzip import records, set_crcs
 from hsx_host.spool import Plane
 
 IDENTITY = "\0identity"  # stands for the sample's identity in a body: 32 hex digits
-_PIECE = 8 << 20
 
 Body = Mapping[str, Field | list[Field] | str | bool]
 
@@ -43,31 +41,20 @@ class TorchFile:
         known = identity(ids.astype(np.int32), mask.astype(np.uint8)).hex()
         laid = self._skeleton(len(ids), shape, known)
         laid.write(path)
-        crcs: dict[str, int] = {}
-        places: dict[str, Plane] = {}
+        placed = zip(self._fields(len(ids), shape), laid.offsets, strict=True)
         fd = os.open(path, os.O_WRONLY)
         try:
-            for field, offset in zip(self._fields(len(ids), shape), laid.offsets, strict=True):
-                if field.is_text:
-                    values = ids if field.holds == ("input_ids",) else mask
-                    data = np.ascontiguousarray(values, dtype="<i8").tobytes()
-                    os.pwrite(fd, data, offset)
-                    crcs[field.holds[0]] = zlib.crc32(data)
-                else:
-                    places |= planes(field, offset, shape)
+            return write_ids_and_mask(fd, placed, laid.size, ids, mask, shape)
         finally:
             os.close(fd)
-        return Laid(bytes=laid.size, planes=[places[name] for name in shape.planes], crcs=crcs)
 
     def complete(self, path: Path, crcs: dict[str, int], shape: Shape) -> dict[str, int]:
         """Put the records' checksums into the zip, so that any zip tool proves the file."""
         found, keys = records(path), self._keys(shape)
-        done = {}
-        for record, (key, field) in keys.items():
-            if len(field.holds) == 1:
-                done[record] = crcs[field.holds[0]]
-            else:  # planes side by side: their own checksums don't make the record's
-                done[record] = crc_of(path, found[key].offset, found[key].bytes)
+        done = {
+            record: checksum(field, path, (found[key].offset, found[key].bytes), crcs)
+            for record, (key, field) in keys.items()
+        }
         set_crcs(path, {keys[record][0]: crc for record, crc in done.items()})
         return done
 
@@ -87,12 +74,7 @@ class TorchFile:
 
     def planes(self, path: Path, tokens: int, shape: Shape) -> list[Plane]:
         """Where the rows of each plane lie in a whole file; ValueError as ``check``."""
-        places = self.check(path, tokens, shape)[1]
-        found: dict[str, Plane] = {}
-        for field in self._fields(tokens, shape):
-            if not field.is_text:
-                found |= planes(field, places[field.record][0], shape)
-        return [found[name] for name in shape.planes]
+        return planes_of(self._fields(tokens, shape), self.check(path, tokens, shape)[1], shape)
 
     def load(self, path: Path, shape: Shape) -> dict[str, Any]:
         """The sample as its trainer loads it, memory-mapped; ValueError where keys or shapes are not the format's."""
@@ -114,11 +96,7 @@ class TorchFile:
                 raise ValueError(f"{key} is {[list(t.shape) for t in tensors]}, not {[list(f.shape) for f in fields]}")
             for field, tensor in zip(fields, tensors, strict=True):
                 found |= split(field, tensor, shape)
-        return {
-            "input_ids": found["input_ids"],
-            "loss_mask": found["loss_mask"],
-            "planes": [found[name] for name in shape.planes],
-        }
+        return as_sample(found, shape)
 
     def _fields(self, tokens: int, shape: Shape) -> list[Field]:
         """The tensors in the order in which torch numbers their storages."""
@@ -149,29 +127,3 @@ class TorchFile:
                 for key, v in body.items()
             }
         )
-
-
-def planes(field: Field, offset: int, shape: Shape) -> dict[str, Plane]:
-    """Where each plane of a field lies in the file."""
-    row = shape.hidden_size * ITEM_BYTES[shape.dtype]
-    return {name: Plane(name, offset + i * row, row * len(field.holds)) for i, name in enumerate(field.holds)}
-
-
-def split(field: Field, tensor: Any, shape: Shape) -> dict[str, Any]:
-    """A loaded tensor as what it holds: ids or mask [n], or planes [n, H] (views)."""
-    if field.is_text:
-        return {field.holds[0]: tensor}
-    rows = tensor.reshape(-1, len(field.holds), shape.hidden_size)
-    return {name: rows[:, i] for i, name in enumerate(field.holds)}
-
-
-def crc_of(path: Path, offset: int, length: int) -> int:
-    """The crc32 of a part of a file."""
-    crc = 0
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        for at in range(offset, offset + length, _PIECE):
-            crc = zlib.crc32(os.pread(fd, min(_PIECE, offset + length - at), at), crc)
-    finally:
-        os.close(fd)
-    return crc

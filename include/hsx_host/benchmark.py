@@ -17,7 +17,7 @@ import tempfile
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from hsx_host import bench_loads, envfile, health, inherited, lease, servers, state
+from hsx_host import bench_loads, envfile, inherited, serve, servers, state
 from hsx_host.contract import BenchmarkLoad, BenchmarkResult, LoadFigures, RunSpec
 from hsx_host.errors import BadInput, TryAgain
 from hsx_host.progress import log
@@ -34,15 +34,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(spec: RunSpec, args: Namespace) -> BenchmarkResult:
     baseline = state.read_document(BenchmarkResult, _path(spec, "before")) if args.label == "after" else None
     if spec.benchmark.enabled:
-        _refuse_borrowed(spec)
-        why = health.problem(spec.production)
-        if why:
-            raise TryAgain(
-                f"production does not serve: {why}",
-                field="production",
-                value=servers.url(spec.production),
-                fix="serve production first",
-            )
+        serve.require_production(spec)
     figures = measure(spec) if spec.benchmark.enabled else {}
     for _ in range(_AGAIN):
         slow = too_slow(figures, baseline, spec.benchmark.tolerance)
@@ -54,20 +46,6 @@ def run(spec: RunSpec, args: Namespace) -> BenchmarkResult:
     state.write_document(_path(spec, args.label), result)
     log(result.text)
     return result
-
-
-def _refuse_borrowed(spec: RunSpec) -> None:
-    """TryAgain where the host is not in production: another run's extraction server is no baseline."""
-    held, server = lease.read(spec), state.read_server(spec)
-    if held is not None and held.run_id != spec.run_id and not lease.lapsed(held):
-        raise lease.held_by(held)
-    if server is not None and (server.mode, server.phase) == ("extraction", "running"):
-        raise TryAgain(
-            "the extraction server is up, production is not",
-            field="mode",
-            value=server.mode,
-            fix="serve production first",
-        )
 
 
 def too_slow(loads: dict[str, LoadFigures], baseline: BenchmarkResult | None, tolerance: float) -> list[str]:

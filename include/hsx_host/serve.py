@@ -129,6 +129,21 @@ def recorded_facts(spec: RunSpec) -> ServerFacts:
     return facts(server, changed=False)
 
 
+def require_production(spec: RunSpec) -> None:
+    """TryAgain where the host is in another run's hands, or production gives no token: it can't be measured or asked
+    then, and another run's extraction server is not it."""
+    held, server = lease.read(spec), state.read_server(spec)
+    if held is not None and held.run_id != spec.run_id and not lease.lapsed(held):
+        raise lease.held_by(held)
+    fix = "serve production first"
+    if server is not None and (server.mode, server.phase) == ("extraction", "running"):
+        raise TryAgain("the extraction server is up, production is not", field="mode", value=server.mode, fix=fix)
+    if why := health.problem(spec.production):
+        raise TryAgain(
+            f"production does not serve: {why}", field="production", value=servers.url(spec.production), fix=fix
+        )
+
+
 def check_settings(spec: RunSpec, mode: str) -> None:
     """BadInput or Refused for settings under which a mode can't be served; looks at nothing but the spec."""
     managers.check(spec)

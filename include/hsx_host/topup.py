@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import requests
 
-from hsx_host import health, lease, servers, state
+from hsx_host import serve, servers, state
 from hsx_host.contract import ContractError, PlanResult, RunSpec, TopUpResult, TopUpSettings, decode, encode
 from hsx_host.dataset import Sample, identity
 from hsx_host.errors import BadInput, Refused, TryAgain
@@ -160,25 +160,8 @@ def run(spec: RunSpec, args: Namespace) -> TopUpResult:
         if missing <= 0 or args.dry_run:
             text = f"{max(missing, 0)} more samples would be made" if missing > 0 else "the data set has enough samples"
             return _result(ledger, had, made, spec.top_up.samples, 0, 0, 0.0, text)
-        _production_serves(spec)
+        serve.require_production(spec)
         return _Making(spec, spec.top_up, ledger, lines, missing).make(had)
-
-
-def _production_serves(spec: RunSpec) -> None:
-    """TryAgain where the host is borrowed, or production gives no token."""
-    held, server = lease.read(spec), state.read_server(spec)
-    if held is not None and held.run_id != spec.run_id and not lease.lapsed(held):
-        raise lease.held_by(held)
-    if server is not None and server.mode == "extraction" and server.phase == "running":
-        raise TryAgain("the extraction server is up, production is not", field="mode", value=server.mode)
-    why = health.problem(spec.production)
-    if why:
-        raise TryAgain(
-            f"production does not serve: {why}",
-            field="production",
-            value=servers.url(spec.production),
-            fix="serve production first",
-        )
 
 
 class _Making:

@@ -19,7 +19,7 @@ from hsx_operators.hosts import dag_id_of, spread
 from hsx_operators.profile import Profile, load_hosts
 from hsx_operators.published import reasons_kept
 from hsx_operators.spec import build_spec, check_known, wants_failed
-from hsx_operators.window import end_for
+from hsx_operators.window import end_for, rest_of
 
 if TYPE_CHECKING:
     from airflow.sdk.definitions.context import Context
@@ -67,10 +67,11 @@ class PlanOperator(HostVerbOperator):
         check_hosts(str(params["profile"]), [p.host.name for p in profiles], self.hosts)
         runs: dict[str, dict[str, Any]] = {}
         lead: dict[str, Any] = {}
+        sglang = ""
         for profile in profiles:
             name = profile.host.name
             try:
-                runs[name], facts = self.prepare(profile, params, context, lead)
+                runs[name], facts = self.prepare(profile, params, context, sglang)
             except (HostError, ConfigError) as e:
                 if profile is profiles[-1] and not lead:
                     raise
@@ -78,16 +79,18 @@ class PlanOperator(HostVerbOperator):
                 runs[name] = {"problem": str(e)}
                 continue
             if not lead:
-                lead = {**runs[name], "sglang": facts.sglang}
+                lead, sglang = runs[name], facts.sglang
                 context["ti"].xcom_push(key="facts", value=c.to_dict(facts))
-        del lead["sglang"]
         with hook_of(lead) as hook:
             return self.submit(hook, {**lead, "runs": runs}, self.verb(context), context)
 
     def prepare(
-        self, profile: Profile, params: dict[str, Any], context: Context, lead: dict[str, Any]
+        self, profile: Profile, params: dict[str, Any], context: Context, sglang: str
     ) -> tuple[dict[str, Any], c.PreflightResult]:
-        """Ship program and spec to one host and look at it; what later tasks need to know about it."""
+        """Ship program and spec to one host and look at it; what later tasks need to know about it.
+
+        :param sglang: the version on the host that plans; empty where this is the first.
+        """
         name = str(params["profile"])
         spec = build_spec(profile, name, params, str(context["run_id"]))
         with GpuHostHook(profile.host.ssh_conn_id, spec.host.python, spec.host.home) as hook:
@@ -113,9 +116,9 @@ class PlanOperator(HostVerbOperator):
             facts = hook.run_verb(c.PreflightResult, ["preflight"], spec_path=host["spec_path"], timeout_s=300)
         for warning in facts.warnings:
             self.log.warning("%s", warning)
-        if lead and facts.sglang != lead["sglang"]:
+        if sglang and facts.sglang != sglang:
             raise ConfigError(
-                f"runs SGLang {facts.sglang}, the host that plans {lead['sglang']}: their rows don't belong together",
+                f"runs SGLang {facts.sglang}, the host that plans {sglang}: their rows don't belong together",
                 field="host",
                 value=profile.host.name,
                 fix="install the same version on all hosts of the profile",
@@ -296,7 +299,5 @@ class GateOperator(BaseOperator, SkipMixin):
             self.log.info("%s", line)
         # The skip ends the task with an exception of Airflow's, so that a returned value would be lost.
         context["ti"].xcom_push(key=SKIPPED_BECAUSE, value=reason)
-        behind = context["task"].get_flat_relatives(upstream=False)
-        rest = [t for t in behind if not t.is_teardown and t.task_id not in kept]
-        self.skip(ti=context["ti"], tasks=rest)
+        self.skip(ti=context["ti"], tasks=[t for t in rest_of(context, "") if t.task_id not in kept])
         return []

@@ -188,7 +188,7 @@ def test_the_comparison_is_said_plainly() -> None:
 def test_a_slow_load_is_measured_again_and_its_best_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise slows a load down once; a slower production stays slower."""
     spec = replace(make_spec(tmp_path), benchmark=c.BenchmarkSettings(True, {"single": c.BenchmarkLoad(2, 8, 4, 1)}))
-    monkeypatch.setattr(benchmark.health, "problem", lambda settings: "")
+    monkeypatch.setattr(serve.health, "problem", lambda settings: "")
     for after, good, measured in (([10.0, 18.0], True, 2), ([10.0, 11.0, 9.0], False, 3)):
         said = iter([18.1, *after])
         asked: list[object] = []

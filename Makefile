@@ -29,7 +29,7 @@ demo-training:   ## the demo, then the training DAG by the hand-off: a few steps
 	@$(use_airflow); $(use_host); $(rooms); exec "$$AF" -m hsx_demo.demo training
 
 circle:          ## samples, extraction, training, serving with the drafter, controls: a random model on this CPU
-	@$(use_host); T="$$("$$HSX_HOST_PYTHON" -c "import sys; sys.path.insert(0, 'tests/system'); import trainer_env; print(trainer_env.python('speculators-0.7'))")"; \
+	@$(use_host); $(rooms); T="$$("$$HSX_HOST_PYTHON" -m hsx_demo.trainer_env speculators-0.7)"; \
 	  PYTHON="$$HSX_HOST_PYTHON" TRAINER_PYTHON="$$T" exec bench/circle.sh tiny
 
 up:              ## the same without a run: Airflow's UI and the server stay up; prints address and login
@@ -88,4 +88,4 @@ clean:           ## what was made in this checkout
 	@rm -rf build .mypy_cache .ruff_cache
 
 clean-cache:     ## environments, model and data sets of all checkouts
-	@C="$${HSX_CACHE:-$$HOME/.cache/hsx}"; rm -rf "$$C"/envs "$$C"/models "$$C"/datasets "$$C"/speculators-*; rmdir "$$C" 2>/dev/null || true
+	@C="$${HSX_CACHE:-$$HOME/.cache/hsx}"; rm -rf "$$C"/envs "$$C"/models "$$C"/datasets "$$C"/trainer-*; rmdir "$$C" 2>/dev/null || true

@@ -95,10 +95,9 @@ def training() -> int:
 
 
 def trainer_python(python_host: str) -> str:
-    """The Python that has speculators: a layer over the host's, made where it is missing, as the tests have it."""
-    where = str(REPO / "tests" / "system")
-    code = f"import sys; sys.path.insert(0, {where!r}); import trainer_env as e; print(e.python('speculators-0.7'))"
-    done = subprocess.run([python_host, "-c", code], capture_output=True, text=True, check=False)
+    """The Python that has speculators: a layer over the host's, made where it is missing."""
+    command = [python_host, "-m", "hsx_demo.trainer_env", "speculators-0.7"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise DemoError(f"the trainer's environment could not be made:\n{done.stderr.strip()[-3000:]}")
     return done.stdout.strip().splitlines()[-1]

@@ -10,8 +10,9 @@ from typing import Any
 
 import extraction_host
 import pytest
-import trainer_env
 from extraction_host import LAYERS, Host
+
+from hsx_demo import trainer_env
 
 LENGTHS = [19, 1, 64, 65, 130, 7, 40, 22]
 MAX_LEN = 256

@@ -3,27 +3,46 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import models
 import pytest
-import trainer_env
 from extraction_host import LAYERS, Host
 from reference import Reference
 from safetensors.torch import load_file
 from trainer_data import LENGTHS, MASKLESS, REJECT
+
+from hsx_demo import trainer_env
 
 READERS = Path(__file__).with_name("readers")
 MAX_LEN, HIDDEN = 512, 96
 NEAR, FAR = 0.05, 0.15  # relative error of bf16 through eight loud random blocks; another layer is off by 0.3 and more
 
 
+def run(trainer: str, script: Path | str, *args: str, cwd: Path) -> str:
+    """Run a script under a trainer's Python, with nothing of hsx on its path; its stdout, or AssertionError."""
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    env |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "offline"}
+    done = subprocess.run(
+        [str(trainer_env.python(trainer)), str(script), *args],
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=cwd,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
 def loaded(trainer: str, made: Host, tmp_path: Path, form: str, *more: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a trainer's reader says, and the tensors that it loaded."""
     folder = json.loads((made.dataset / "handoff.json").read_text())["formats"][form]
     name = trainer.replace(".", "").replace("-", "_")
-    out = trainer_env.run(trainer, READERS / f"{name}.py", folder, str(tmp_path), str(MAX_LEN), *more, cwd=tmp_path)
+    out = run(trainer, READERS / f"{name}.py", folder, str(tmp_path), str(MAX_LEN), *more, cwd=tmp_path)
     return json.loads(out.splitlines()[-1]), load_file(tmp_path / "loaded.safetensors")
 
 

@@ -1,4 +1,7 @@
-"""No test leaves a process: guards and the servers that they bring back outlive what started them, as they should."""
+"""A host of a test's own, with a stand-in server; and no test leaves a process.
+
+Guards, and the servers that they bring back, outlive what started them, as they should.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,17 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from host_lifecycle import clean_up, make_spec
+
+from hsx_host import contract as c
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Iterator[c.RunSpec]:
+    """A run against a home of its own; what it leaves is stopped by its records."""
+    spec = make_spec(tmp_path)
+    yield spec
+    clean_up(spec)
 
 
 @pytest.fixture(autouse=True)

@@ -7,25 +7,16 @@ import hashlib
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from host_lifecycle import clean_up, make_spec, start_by_hand
+from host_lifecycle import make_spec, start_by_hand
 
 from hsx_host import benchmark, lease, patch, preflight, serve, state
 from hsx_host import contract as c
 from hsx_host.errors import BadInput, Refused, TryAgain
-
-
-@pytest.fixture
-def spec(tmp_path: Path) -> Iterator[c.RunSpec]:
-    spec = make_spec(tmp_path)
-    yield spec
-    clean_up(spec)
-
 
 # ---------------------------------------------------------------- preflight
 

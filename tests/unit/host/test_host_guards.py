@@ -10,17 +10,14 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from host_lifecycle import (
-    clean_up,
     events,
     listens,
     living_guards,
-    make_spec,
     verb,
     wait_for,
     with_env,
@@ -31,13 +28,6 @@ from hsx_host import borrow, guard, guards, launch, lease, procid, serve, state
 from hsx_host import contract as c
 from hsx_host import status as status_verb
 from hsx_host.errors import Refused, TryAgain
-
-
-@pytest.fixture
-def spec(tmp_path: Path) -> Iterator[c.RunSpec]:
-    spec = make_spec(tmp_path)
-    yield spec
-    clean_up(spec)
 
 
 def two_guards(spec: c.RunSpec) -> list[procid.ProcId]:

@@ -22,11 +22,6 @@ from hsx_host.errors import BadInput
 # A job that runs until its lease is given up: the guard of a lease that a test holds.
 
 
-@pytest.fixture
-def spec(tmp_path: Path) -> c.RunSpec:
-    return make_spec(tmp_path)
-
-
 def guard_command(spec: c.RunSpec, tmp_path: Path) -> tuple[str, list[str]]:
     path = write_spec(spec, tmp_path)
     return path, ["guard", "--since", repr(lease.acquire(spec).since)]

@@ -6,23 +6,15 @@ import errno
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from host_lifecycle import clean_up, events, living_guards, make_spec, verb, wait_for, write_spec
+from host_lifecycle import events, living_guards, verb, wait_for, write_spec
 
 from hsx_host import contract as c
 from hsx_host import guard, lease, procid, release, serve
 from hsx_host.errors import Refused, TryAgain
-
-
-@pytest.fixture
-def spec(tmp_path: Path) -> Iterator[c.RunSpec]:
-    spec = make_spec(tmp_path)
-    yield spec
-    clean_up(spec)
 
 
 def test_one_run_holds_it(spec: c.RunSpec) -> None:

@@ -40,13 +40,6 @@ from hsx_host.errors import Refused, TryAgain
 
 
 @pytest.fixture
-def spec(tmp_path: Path) -> Iterator[c.RunSpec]:
-    spec = make_spec(tmp_path)
-    yield spec
-    clean_up(spec)
-
-
-@pytest.fixture
 def by_hand() -> Iterator[list[subprocess.Popen[bytes]]]:
     found: list[subprocess.Popen[bytes]] = []
     yield found

@@ -85,10 +85,11 @@ def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--work", type=Path, required=True)
     p.add_argument("--cpu", action="store_true", help="no device: the steps alone")
+    p.add_argument("--server-args", default="", help="more flags for both servers, separated by spaces")
     args = p.parse_args()
     shutil.rmtree(args.work, ignore_errors=True)
     args.work.mkdir(parents=True)
-    bench = Bench(args.work, args.cpu, make_spec(args.work, args.cpu), [])
+    bench = Bench(args.work, args.cpu, make_spec(args.work, args.cpu, args.server_args.split()), [])
     children: list[subprocess.Popen[bytes]] = []
     try:
         run(bench, children)
@@ -156,7 +157,7 @@ def run(bench: Bench, children: list[subprocess.Popen[bytes]]) -> None:
     bench.want(not health.problem(settings), "production does not serve")
 
 
-def make_spec(work: Path, cpu: bool) -> c.RunSpec:
+def make_spec(work: Path, cpu: bool, more_flags: list[str]) -> c.RunSpec:
     """A small random model, production and extraction on one port."""
     import sglang_server
 
@@ -165,13 +166,15 @@ def make_spec(work: Path, cpu: bool) -> c.RunSpec:
 
         model, flags = models.build("llama", work / "model"), [*sglang_server.FLAGS, "--chunked-prefill-size", "256"]
         env = {"PYTHONPATH": str(sglang_server.CPU), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        env |= {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if "--tp-size" in more_flags else {}
     else:
         import gpu_exact
+        import gpu_servers
 
         model, flags = gpu_exact.build("qwen3", work / "model"), GPU_FLAGS
-        env = {k: v for k, v in os.environ.items() if k.startswith(("SGLANG_", "TVM_", "HF_", "PYTHON", "NCCL_"))}
+        env = {k: v for k, v in os.environ.items() if k.startswith(gpu_servers.INHERITED)}
     port = sglang_server.free_port()
-    args = ["--model-path", str(model), *flags, "--host", "127.0.0.1", "--port", str(port)]
+    args = ["--model-path", str(model), *flags, *more_flags, "--host", "127.0.0.1", "--port", str(port)]
     server = c.ServerSettings(args, env, "127.0.0.1", port, start_timeout_s=400, stop_grace_s=20, soak_requests=8)
     more = [f for f in ("--disable-radix-cache", "--disable-cuda-graph") if f not in args]
     return c.RunSpec(

@@ -55,28 +55,32 @@ def main() -> int:
     return 1 if bad else 0
 
 
-def build(kind: str, folder: Path) -> Path:
-    """A random checkpoint, written by transformers."""
+def build(kind: str, folder: Path, device: str = "cpu", **sizes: int) -> Path:
+    """A random checkpoint, made on ``device`` and written by transformers; ``sizes`` change the config's."""
     import transformers
 
     torch.manual_seed(0)
     config: Any
     if kind == "qwen3":
-        config = transformers.Qwen3Config(
-            num_attention_heads=16, num_key_value_heads=8, head_dim=64, intermediate_size=2048, **COMMON
-        )
+        own: dict[str, Any] = {
+            "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2048,
+        }  # fmt: skip
+        config = transformers.Qwen3Config(**COMMON | own | sizes)
     else:
-        config = transformers.DeepseekV3Config(
-            num_attention_heads=16, num_key_value_heads=16, intermediate_size=2048, moe_intermediate_size=512,
-            n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2, n_group=1, topk_group=1,
-            first_k_dense_replace=1, q_lora_rank=512, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128,
-            v_head_dim=128, norm_topk_prob=True, routed_scaling_factor=1.0, **COMMON,
-        )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+        own = {
+            "num_attention_heads": 16, "num_key_value_heads": 16, "intermediate_size": 2048,
+            "moe_intermediate_size": 512, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2,
+            "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 512, "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+        }  # fmt: skip
+        config = transformers.DeepseekV3Config(**COMMON | own | sizes)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.copy_(1.0 + 0.2 * torch.randn(parameter.shape))
+                parameter.copy_(1.0 + 0.2 * torch.randn(parameter.shape, device=device))
     model.save_pretrained(folder)
     if kind == "deepseek_v3":  # SGLang reads it from the config, newer transformers leave it out
         config_file = folder / "config.json"
@@ -161,7 +165,7 @@ def serve(model: Path, spec: Path, log: Path, more: list[str]) -> Server:
         "--port", str(port), "--dtype", "bfloat16", "--skip-tokenizer-init", "--attention-backend", "triton",
         "--sampling-backend", "pytorch", "--grammar-backend", "none", "--disable-flashinfer-autotune",
         "--disable-radix-cache", "--disable-cuda-graph", "--chunked-prefill-size", str(CHUNK),
-        "--mem-fraction-static", "0.3", *more,
+        "--mem-fraction-static", "0.3", "--max-total-tokens", "65536", *more,
     ]  # fmt: skip
     with log.open("wb") as out:
         process = subprocess.Popen(

@@ -31,7 +31,7 @@ SUITES = {
     "test": TEST,
     "crash": (("crashes", "host", ("tests/crash",), ()),),
     "matrix": tuple(
-        (f"SGLang of {environment}", environment, (*_CAPTURE, "tests/matrix"), ())
+        (f"SGLang of {environment}", environment, (*_CAPTURE, "tests/matrix"), ("-n", "2", "--dist", "loadscope"))
         for environment in (*(f"host-{version}" for version in OLDER_SGLANG), "host")
     ),
 }

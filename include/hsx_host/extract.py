@@ -26,12 +26,11 @@ from hsx_host.manifest import (
     Ledger,
     Published,
     failures,
-    published_lines,
+    judged,
     remove_leftovers,
     remove_second_manifests,
     resume,
     rewrite,
-    standing,
 )
 from hsx_host.progress import log
 from hsx_host.shards import ShardFiles, ShardInput, read_input, row_numbers, shard_name
@@ -104,10 +103,7 @@ class _Shard:
         """The shard as it stands: the window had ended before it was begun. Its failures keep their reasons."""
         log("the window has ended: nothing of this shard is asked for")
         hashes = self._input.hashes()
-        lines = published_lines(self._files.manifest)
-        self._published = {
-            row: line for row, line in lines.items() if not standing(self._dataset, line, hashes.get(row))
-        }
+        self._published, _, _ = judged(self._dataset, self._files.manifest, hashes)
         known = failures(self._files.failures)
         self._failed = {row: line for row, line in known.items() if row in hashes and row not in self._published}
         missing = len(self._input) - len(self._published)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -141,31 +141,58 @@ def standing(dataset: Path, line: Published, ids_hash: bytes | None) -> str:
     return "" if size == line.bytes else f"has a file of {size} bytes instead of {line.bytes}"
 
 
-def resume(dataset: Path, path: Path, hashes: dict[int, bytes], say: Callable[[str], None]) -> dict[int, Published]:
-    """What counts as published of a shard; every other line leaves the manifest (rewritten atomically where needed).
+def judged(
+    dataset: Path, path: Path, hashes: Mapping[int, bytes]
+) -> tuple[dict[int, Published], dict[int, str], dict[int, Published]]:
+    """The lines of a manifest that count, why each other row's does not, and every row's line.
 
-    So does a line whose file ``verify`` found damaged (``damaged.jsonl``), which is then forgotten.
+    A line counts where it is ``standing``, and ``verify`` has not found its file damaged (``damaged.jsonl``).
+
+    :param hashes: identity by row, of the plan.
+    """
+    lines = published_lines(path)
+    good, why = _judge(dataset, lines, hashes, _damaged(path))
+    return good, why, lines
+
+
+def resume(dataset: Path, path: Path, hashes: dict[int, bytes], say: Callable[[str], None]) -> dict[int, Published]:
+    """What counts as published of a shard (``judged``); every other line leaves the manifest (rewritten atomically
+    where needed), and what was known of damage is forgotten with it.
 
     :param hashes: identity by row, of the plan.
     :param say: told of each line that was dropped, and why.
     """
     lines, half = read_lines(path, Published, repair=True)
-    known = newest(lines)
-    listed = damaged_path(path)
-    damaged = {(d.index, d.rid): d.reason for d in read_lines(listed, Damaged, repair=True)[0]}
-    good = {}
-    for row, line in known.items():
-        why = standing(dataset, line, hashes.get(row)) or damaged.get((row, line.rid), "")
-        if why:
-            say(f"row {row} {why}: it leaves the manifest")
-        else:
-            good[row] = line
+    good, why = _judge(dataset, newest(lines), hashes, _damaged(path))
+    for row, reason in why.items():
+        say(f"row {row} {reason}: it leaves the manifest")
     if half:
         say("a line of the manifest was half written: it is dropped")
     if half or len(good) != len(lines):
         rewrite(path, good.values())
-    listed.unlink(missing_ok=True)
+    damaged_path(path).unlink(missing_ok=True)
     return good
+
+
+def _judge(
+    dataset: Path, lines: Mapping[int, Published], hashes: Mapping[int, bytes], damaged: Mapping[tuple[int, str], str]
+) -> tuple[dict[int, Published], dict[int, str]]:
+    good, why = {}, {}
+    for row, line in lines.items():
+        reason = standing(dataset, line, hashes.get(row))
+        if not reason and (row, line.rid) in damaged:
+            reason = f"was found damaged: {damaged[row, line.rid]}"
+        if reason:
+            why[row] = reason
+        else:
+            good[row] = line
+    return good, why
+
+
+def _damaged(manifest: Path) -> dict[tuple[int, str], str]:
+    """What ``verify`` found wrong, by row and rid of the try that published it."""
+    lines: tuple[list[Damaged], bool] = read_lines(damaged_path(manifest), Damaged, repair=True)
+    return {(d.index, d.rid): d.reason for d in lines[0]}
 
 
 def damaged_path(manifest: Path) -> Path:

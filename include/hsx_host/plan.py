@@ -22,7 +22,7 @@ from hsx_host.contract import PlanResult, RunSpec, ShardPlan, encode
 from hsx_host.dataset import Reject, Sample, read_samples
 from hsx_host.errors import BadInput, Refused
 from hsx_host.fingerprint import DatasetSemantics, dataset_dir, semantics, settle
-from hsx_host.manifest import Published, failures, published_lines, standing
+from hsx_host.manifest import Published, failures, judged, published_lines
 from hsx_host.model_facts import ModelFacts, longest_prompt, read_model
 from hsx_host.progress import log
 from hsx_host.shards import FIRST_TOP_UP, ShardFiles, pack, shard_ids, shard_name, sync_folder, write_input
@@ -196,7 +196,7 @@ def _close(
     first = shard * spec.data.shard_size
     size = len(samples) if shard >= FIRST_TOP_UP else counts.rows - first
     hashes = {s.row: s.hash for s in samples}
-    lines = published_lines(ShardFiles(folder, shard).manifest)
+    good, _, lines = judged(folder, ShardFiles(folder, shard).manifest, hashes)
     lost = sorted(set(lines) - set(hashes))
     if lost:
         why = next((r.reason for r in counts.rejects if r.row == lost[0]), "the file ends before it")
@@ -204,8 +204,8 @@ def _close(
     todo = []
     in_scope = not spec.data.shards or shard in spec.data.shards
     for s in samples:
-        if s.row in lines and not standing(folder, lines[s.row], s.hash):
-            counts.standing[s.row] = lines[s.row]
+        if s.row in good:
+            counts.standing[s.row] = good[s.row]
             counts.done += in_scope
         elif in_scope and s.hash in counts.published:
             counts.moves[s.row] = counts.standing[s.row] = counts.published[s.hash]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hsx_host import state
 from hsx_host.formats import Format
-from hsx_host.manifest import Published, published_lines, rewrite, standing
+from hsx_host.manifest import Published, judged, published_lines, rewrite
 from hsx_host.progress import log
 from hsx_host.shards import ShardFiles, shard_ids, sync_folder
 
@@ -25,10 +25,11 @@ def published(dataset: Path) -> dict[bytes, Published]:
     """Every published sample whose file is whole, by identity; one of several that are the same."""
     found: dict[bytes, Published] = {}
     for shard in shard_ids(dataset):
-        for line in published_lines(ShardFiles(dataset, shard).manifest).values():
-            known = bytes.fromhex(line.ids_hash)
-            if known not in found and not standing(dataset, line, known):
-                found[known] = line
+        manifest = ShardFiles(dataset, shard).manifest
+        hashes = {row: bytes.fromhex(line.ids_hash) for row, line in published_lines(manifest).items()}
+        good, _, _ = judged(dataset, manifest, hashes)  # whatever the plan has in these rows now
+        for row, line in good.items():
+            found.setdefault(hashes[row], line)
     return found
 
 

@@ -24,9 +24,8 @@ from hsx_host.manifest import (
     damaged_path,
     failures,
     is_second_manifest,
+    judged,
     note_damaged,
-    published_lines,
-    standing,
 )
 from hsx_host.progress import Progress
 from hsx_host.shards import ShardFiles, read_input, shard_ids
@@ -87,6 +86,7 @@ class Census:
     """What stands in the manifests of the shards in scope, against the plan."""
 
     published: dict[int, Published] = field(default_factory=dict)
+    listed: set[str] = field(default_factory=set)  # files that stand in a manifest, whether or not its line counts
     missing: list[int] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
@@ -104,13 +104,11 @@ def census(spec: RunSpec, dataset: Path, *, whole: bool = False) -> Census:
             continue
         files = ShardFiles(dataset, shard)
         hashes = read_input(files).hashes()
-        lines = published_lines(files.manifest)
-        for row, line in lines.items():
-            why = standing(dataset, line, hashes.get(row))
-            if not why:
-                found.published[row] = line
-            elif in_scope and row not in hashes:
-                found.wrong.append(f"row {row} is published, but is not in the plan")
+        good, why, lines = judged(dataset, files.manifest, hashes)
+        found.published |= good
+        found.listed |= {line.file for line in lines.values()}
+        if in_scope:
+            found.wrong += [f"row {row} is published, but is not in the plan" for row in why if row not in hashes]
         if not in_scope:
             continue
         failed = failures(files.failures)
@@ -121,8 +119,8 @@ def census(spec: RunSpec, dataset: Path, *, whole: bool = False) -> Census:
                 found.failed[row] = failed[row].reason
             else:
                 found.missing.append(row)
-                if row in lines:
-                    found.wrong.append(f"row {row} {standing(dataset, lines[row], hashes[row])}")
+                if row in why:
+                    found.wrong.append(f"row {row} {why[row]}")
     return found
 
 
@@ -230,7 +228,7 @@ def _strays(
             if is_second_manifest(path) and path != damaged_path(manifest):
                 yield f"{path.relative_to(dataset)} stands beside the manifest"
     folder, prefix = dataset / form.FOLDER, f"{form.FOLDER}/"
-    kept = {line.file.removeprefix(prefix) for line in found.published.values()}
+    kept = {name.removeprefix(prefix) for name in found.listed}
     if spec.data.shards:
         for shard in shard_ids(dataset):
             if shard not in spec.data.shards:

@@ -29,20 +29,32 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.build("llama", tmp_path_factory.mktemp("tiny") / "llama")
 
 
-@pytest.fixture
-def capturing(tmp_path: Path) -> Iterator[Callable[..., Client]]:
-    """A server with the plugin and a client of its spool; options go to ``sglang_server.start``. Stopped at the end."""
-    started: list[sglang_server.Server] = []
+@pytest.fixture(scope="session")
+def capturing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Client]]:
+    """A server with the plugin and a client of its spool; options go to ``sglang_server.start``.
+
+    The same options give the same server, as long as the next test wants it too: another one takes its place.
+    """
+    now: list[tuple[str, Client]] = []
+
+    def stop() -> None:
+        for _, client in now:
+            assert client.server is not None
+            client.server.stop()
+        now.clear()
 
     def start(model: Path, kind: str = "llama", **options: Any) -> Client:
-        spool = tmp_path / f"spool{len(started)}"
-        spool.mkdir()
-        client = Client(spool, LAYERS[kind], models.HIDDEN[kind], models.BLOCKS[kind])
-        log = tmp_path / f"server{len(started)}.log"
-        client.server = sglang_server.start(model, log, spec=client.write_spec(), **options)
-        started.append(client.server)
+        wanted = repr((model, kind, options))
+        if now and now[0][0] == wanted:
+            return now[0][1]
+        stop()
+        folder = tmp_path_factory.mktemp("capturing")
+        client = Client(folder, LAYERS[kind], models.HIDDEN[kind], models.BLOCKS[kind])
+        client.server = sglang_server.start(
+            model, folder / "server.log", spec=client.write_spec(), forked=True, **options
+        )
+        now.append((wanted, client))
         return client
 
     yield start
-    for server in started:
-        server.stop()
+    stop()

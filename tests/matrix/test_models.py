@@ -10,7 +10,7 @@ from pathlib import Path
 import models
 import pytest
 import torch
-from capture_client import Client, Reference
+from capture_client import Client, Reference, check
 
 from hsx_host import preflight, probe
 
@@ -52,12 +52,33 @@ def test_a_mixture_of_experts(tmp_path: Path, capturing: Start, record_property:
     assert worst < probe.SAME_ROWS
 
 
-def test_rows_that_are_no_numbers_are_told_and_nobody_else_suffers(tmp_path: Path, capturing: Start) -> None:
-    """NaN, Inf and zero in the embedding of three tokens; every other prompt is as always, before and after."""
-    bad = {7: float("nan"), 8: float("inf"), 9: 0.0}
-    model = models.build("llama", tmp_path / "broken", spoil=bad)
-    client = capturing(model)
-    fine = [i for i in models.prompt(5, 90) if i not in bad]
+BAD = {7: float("nan"), 8: float("inf"), 9: 0.0}
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of long context with NaN, Inf and zero in the embedding of three tokens."""
+    return models.build("llama", tmp_path_factory.mktemp("odd") / "llama", context=12288, spoil=BAD)
+
+
+def fine_prompt(seed: int, length: int) -> list[int]:
+    return [10 if i in BAD else i for i in models.prompt(seed, length)]
+
+
+def test_long_prompts(odd: Path, capturing: Start) -> None:
+    """The reference run's longest sample, and multiples of the chunk."""
+    client, reference = capturing(odd, chunk=2048, args=["--context-length", "12288"]), Reference(odd)
+    for length in (2047, 2048, 2049, 4096, 4097, 10_648):
+        ids = fine_prompt(length, length)
+        got, record, _ = client.capture(ids)
+        check(got, ids, client, reference)
+        assert record["rows"] == length
+
+
+def test_rows_that_are_no_numbers_are_told_and_nobody_else_suffers(odd: Path, capturing: Start) -> None:
+    """Every other prompt is as always, before and after."""
+    client = capturing(odd, chunk=2048, args=["--context-length", "12288"])
+    fine = fine_prompt(5, 90)
     want, _, _ = client.capture(fine)
     with ThreadPoolExecutor(4) as pool:
         others = [pool.submit(client.capture, ids) for ids in ([20, 7, 21, 22], [20, 8, 21, 22], [9] * 30)]
@@ -72,10 +93,10 @@ def test_rows_that_are_no_numbers_are_told_and_nobody_else_suffers(tmp_path: Pat
     assert all(p["finite"] and not p["zero"] and not p["constant"] for p in record["planes"])
 
 
-def test_the_version_is_in_range_and_the_plugin_says_it(tiny_llama: Path, capturing: Start) -> None:
+def test_the_version_is_in_range_and_the_plugin_says_it(odd: Path, capturing: Start) -> None:
     version = importlib.metadata.version("sglang")
     preflight.check_version(version)
-    (ready,) = capturing(tiny_llama).ready()
+    (ready,) = capturing(odd, chunk=2048, args=["--context-length", "12288"]).ready()
     assert ready["sglang"].split("+")[0] == version.split("+")[0]
     assert ready["error"] == ""
 

@@ -15,6 +15,7 @@ import models
 import pytest
 import torch
 from capture_client import Client, Reference, check, error
+from sglang_server import TWO_RANKS
 
 Start = Callable[..., Client]
 
@@ -29,10 +30,14 @@ def check_all(client: Client, reference: Reference, prompts: list[list[int]]) ->
         check(got, ids, client, reference)
 
 
-@pytest.mark.parametrize("chunk", [64, 256, -1])
-def test_sixty_four_at_once_in_any_order_equal_each_alone(tiny_llama: Path, capturing: Start, chunk: int) -> None:
-    """Chunks from 64 to none; sorted and shuffled; lengths around the chunk; shared beginnings and equal prompts."""
-    client, reference = capturing(tiny_llama, chunk=chunk), Reference(tiny_llama)
+@pytest.mark.parametrize(("chunk", "overlap"), [(256, False), (-1, True), (64, True)])
+def test_sixty_four_at_once_in_any_order_equal_each_alone(
+    tiny_llama: Path, capturing: Start, chunk: int, overlap: bool
+) -> None:
+    """Chunks from 64 to none, with the overlap scheduler (SGLang's default) and without it; sorted and shuffled;
+    lengths around the chunk; shared beginnings and equal prompts."""
+    args = [] if overlap else ["--disable-overlap-schedule"]
+    client, reference = capturing(tiny_llama, chunk=chunk, args=args), Reference(tiny_llama)
     size = abs(chunk) if chunk > 0 else 200
     around = [1, 2, 19, size - 1, size, size + 1, 2 * size, 2 * size + 1]
     prompts = [models.prompt(i, n) for i, n in enumerate(around)]
@@ -48,25 +53,33 @@ def test_sixty_four_at_once_in_any_order_equal_each_alone(tiny_llama: Path, capt
             assert error(got, alone[i]) < 0.02, (i, len(prompts[i]))
 
 
-def test_long_prompts(tmp_path: Path, capturing: Start) -> None:
-    """The reference run's longest sample, and multiples of the chunk."""
-    model = models.build("llama", tmp_path / "long", context=12288)
-    client, reference = capturing(model, chunk=2048, args=["--context-length", "12288"]), Reference(model)
-    for length in (2047, 2048, 2049, 4096, 4097, 10_648):
-        ids = models.prompt(length, length)
-        got, record, _ = client.capture(ids)
-        check(got, ids, client, reference)
-        assert record["rows"] == length
-
-
-def test_without_the_overlap_scheduler(tiny_llama: Path, capturing: Start) -> None:
-    """The default, with it, is what every other test runs under."""
-    client = capturing(tiny_llama, args=["--disable-overlap-schedule"])
-    check_all(client, Reference(tiny_llama), [models.prompt(i, 3 + 70 * i) for i in range(8)])
+def test_an_aborted_request_leaves_nothing_and_disturbs_nobody(tiny_llama: Path, capturing: Start) -> None:
+    client, reference = capturing(tiny_llama, chunk=64, args=[]), Reference(tiny_llama)
+    server = client.server
+    assert server is not None
+    long, other = models.prompt(1, 1900), models.prompt(2, 150)
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(3):
+            rid = client.ask(long)
+            asked = pool.submit(server.generate, long, rid=rid)
+            beside = pool.submit(client.capture, other)
+            time.sleep(0.05)
+            (client.spool / f"{rid}.json").unlink()  # as a client that gives up does
+            Path(client.requests[rid]["path"]).unlink()
+            body = json.dumps({"rid": rid}).encode()
+            post = urllib.request.Request(f"{server.url}/abort_request", body, {"Content-Type": "application/json"})
+            urllib.request.urlopen(post, timeout=30).read()
+            ended = asked.exception()  # none where it was done before the abort came
+            assert ended is None or (isinstance(ended, urllib.error.HTTPError) and ended.code == 400)
+            check(beside.result()[0], other, client, reference)
+            assert not Path(client.requests[rid]["path"]).exists()
+            assert not (client.spool / f"{rid}.done.json").exists()
+    got, _, _ = client.capture(long)
+    check(got, long, client, reference)
 
 
 def test_two_data_parallel_ranks(tiny_llama: Path, capturing: Start) -> None:
-    client = capturing(tiny_llama, args=["--dp-size", "2"], env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"})
+    client = capturing(tiny_llama, args=["--dp-size", "2"], env=TWO_RANKS)
     assert len({ready["pid"] for ready in client.ready()}) == 2
     assert [ready["error"] for ready in client.ready()] == ["", ""]
     check_all(client, Reference(tiny_llama), [models.prompt(i, 3 + 70 * i) for i in range(8)])
@@ -100,28 +113,3 @@ def test_retraction_and_a_tiny_cache(tiny_llama: Path, capturing: Start) -> None
         assert record["rows"] == len(ids)
         check(client.tensor(rid), ids, client, reference)
     assert "etract" in server.log.read_text(errors="replace"), "nothing was retracted: the test shows nothing"
-
-
-def test_an_aborted_request_leaves_nothing_and_disturbs_nobody(tiny_llama: Path, capturing: Start) -> None:
-    client, reference = capturing(tiny_llama, chunk=64), Reference(tiny_llama)
-    server = client.server
-    assert server is not None
-    long, other = models.prompt(1, 1900), models.prompt(2, 150)
-    with ThreadPoolExecutor(2) as pool:
-        for _ in range(3):
-            rid = client.ask(long)
-            asked = pool.submit(server.generate, long, rid=rid)
-            beside = pool.submit(client.capture, other)
-            time.sleep(0.05)
-            (client.spool / f"{rid}.json").unlink()  # as a client that gives up does
-            Path(client.requests[rid]["path"]).unlink()
-            body = json.dumps({"rid": rid}).encode()
-            post = urllib.request.Request(f"{server.url}/abort_request", body, {"Content-Type": "application/json"})
-            urllib.request.urlopen(post, timeout=30).read()
-            ended = asked.exception()  # none where it was done before the abort came
-            assert ended is None or (isinstance(ended, urllib.error.HTTPError) and ended.code == 400)
-            check(beside.result()[0], other, client, reference)
-            assert not Path(client.requests[rid]["path"]).exists()
-            assert not (client.spool / f"{rid}.done.json").exists()
-    got, _, _ = client.capture(long)
-    check(got, long, client, reference)

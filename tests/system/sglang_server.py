@@ -21,12 +21,15 @@ from typing import Any
 
 PATCHES = Path(__file__).resolve().parents[2] / "include" / "patches"
 CPU, CAPTURE = PATCHES / "hsx_cpu", PATCHES / "hsx_capture"
+FORKED = Path(__file__).resolve().parent / "forked"
 FLAGS = [
     "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph",
     "--sleep-on-idle",  # an idle scheduler else spins on a core that the other tests need
     "--max-total-tokens", "16384", "--context-length", "2048", "--random-seed", "0",
 ]  # fmt: skip
 CHUNK = 256
+# Two ranks on a CPU talk by gloo. PyTorch brings NCCL along, which SGLang 0.5.14 uses on a CPU too where it finds it.
+TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "/nowhere/libnccl.so.2"}
 
 
 def free_port() -> int:
@@ -93,15 +96,17 @@ def start(
     args: Sequence[str] = (),
     env: dict[str, str] | None = None,
     chunk: int = CHUNK,
+    forked: bool = False,
     timeout: float = 600,
 ) -> Server:
     """Start a server of ``model`` on a free port and wait until it is healthy.
 
     :param spec: with a CaptureSpec's file, the capture plugin is on the path and active, and the radix cache is off.
     :param plugin: the plugin's folder is on the path without a spec.
+    :param forked: see ``forked/sitecustomize.py``.
     """
     port = free_port()
-    path = [str(CPU)] + ([str(CAPTURE)] if plugin or spec else [])
+    path = [str(CPU)] + ([str(CAPTURE)] if plugin or spec else []) + ([str(FORKED)] if forked else [])
     own = {k: v for k, v in os.environ.items() if k != "HSX_CAPTURE_SPEC"}
     own |= {"PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     own |= {"HSX_CAPTURE_SPEC": str(spec)} if spec else {}

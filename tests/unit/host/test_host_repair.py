@@ -15,7 +15,7 @@ import torch
 from host_stand_in import StandIn
 from safetensors.torch import save_file
 
-from hsx_host import borrow, extract, fingerprint, plan, proof, verify
+from hsx_host import borrow, extract, fingerprint, handoff, plan, proof, verify
 from hsx_host import contract as c
 from hsx_host.errors import HsxError, Refused
 from hsx_host.formats import speculators_v1 as v1
@@ -132,6 +132,44 @@ def test_each_fault_is_named_and_repaired(whole: tuple[c.RunSpec, StandIn], faul
     assert sorted(p.name for p in ShardFiles(dataset, 0).folder.iterdir()) == [
         "failures.jsonl", "input.safetensors", "lock", "manifest.jsonl",
     ]  # fmt: skip
+
+
+def deep(spec: c.RunSpec, *, expect: str) -> None:
+    with pytest.raises(HsxError) as told:
+        verify.run(spec, Namespace(deep=True, shard=None, window_ended=False))
+    assert expect in str(told.value)
+
+
+def test_a_sample_known_to_be_damaged_counts_nowhere_until_it_is_redone(whole: tuple[c.RunSpec, StandIn]) -> None:
+    """Header and size are right: without the note of ``verify --deep`` every quicker look would take it for whole."""
+    spec, _ = whole
+    dataset, _ = fingerprint.opened(spec)
+    flip(dataset / "v1/data_2.pt", inside(dataset, "layer_3"))
+    deep(spec, expect="row 2: v1/data_2.pt: layer_3 does not match its checksum")
+    with pytest.raises(HsxError, match="row 2 was found damaged: layer_3 does not match its checksum"):
+        verify.run(spec, Namespace(deep=False, shard=None, window_ended=False))
+    with h.refuses(Refused, "data.name", "row 2 was found damaged"):
+        handoff.run(spec, Namespace(window_ended=False))
+    planned = plan.run(spec, Namespace(dry_run=False, failed=False))
+    assert (planned.todo, planned.done, [s.id for s in planned.shards]) == (1, 7, [0])
+    deep(spec, expect="row 2 was found damaged")  # told again as long as it stands
+    assert extract.run(spec, Namespace(shard=0, stop_after=0.0)).extracted == 1
+    assert verify.run(spec, Namespace(deep=True, shard=None, window_ended=False)).ok
+
+
+def test_a_sample_known_to_be_damaged_gets_no_second_name(whole: tuple[c.RunSpec, StandIn]) -> None:
+    """A line inserted into the data file moves every later sample, but not the damaged one: it is extracted anew."""
+    spec, _ = whole
+    dataset, _ = fingerprint.opened(spec)
+    flip(dataset / "v1/data_2.pt", inside(dataset, "layer_3"))
+    deep(spec, expect="layer_3 does not match its checksum")
+    h.write_lines(Path(spec.data.path), [h.line([9, 9]), *h.samples(8)])
+    planned = plan.run(spec, Namespace(dry_run=False, failed=False))
+    assert (planned.todo, planned.moved, planned.done) == (2, 7, 7)
+    for shard in (0, 1, 2):
+        extract.run(spec, Namespace(shard=shard, stop_after=0.0))
+    report = verify.run(spec, Namespace(deep=True, shard=None, window_ended=False))
+    assert (report.ok, report.samples) == (True, 9)
 
 
 def test_a_line_of_another_version_is_not_dropped(whole: tuple[c.RunSpec, StandIn]) -> None:

@@ -256,13 +256,13 @@ def test_a_plan_knows_whether_what_is_published_was_handed_off(made: tuple[c.Run
 def test_a_handoff_reads_each_manifest_once(made: tuple[c.RunSpec, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     spec, _dataset = made
     read: list[Path] = []
-    plain = verify.published_lines
+    plain = verify.judged
 
-    def counting(path: Path) -> Any:
+    def counting(dataset: Path, path: Path, hashes: dict[int, bytes]) -> Any:
         read.append(path)
-        return plain(path)
+        return plain(dataset, path, hashes)
 
-    monkeypatch.setattr(verify, "published_lines", counting)
+    monkeypatch.setattr(verify, "judged", counting)
     handoff.run(spec, Namespace(window_ended=False))
     assert len(read) == len(set(read)) > 1
 

@@ -16,8 +16,8 @@ MOMENTS = int(os.environ.get("HSX_CRASH_MOMENTS", "1"))
 SEED = int(os.environ.get("HSX_CRASH_SEED", "0"))
 
 
-@pytest.mark.parametrize("moment", range(MOMENTS))
 @pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize("moment", range(MOMENTS))  # turn by turn: a run that is cut off has struck all of them
 def test_a_killed_run_resumes_to_the_same_data_set(setting: Setting, victim: str, moment: int) -> None:
     crashes.crash(setting, victim, SEED + moment)
 

@@ -29,7 +29,7 @@ from hsx_demo.components import COMPONENTS, REPO, Airflow, new_airflow
 from hsx_demo.errors import DemoError
 from hsx_demo.processes import Child
 from hsx_demo.sshd import SshServer, free_port, start_sshd
-from hsx_host import servers
+from hsx_host import envfile, servers
 from hsx_host.contract import RunSpec, decode
 
 DAG_ID = "hsx_extraction"
@@ -127,7 +127,7 @@ class Stack:
             servers.command(spec.host.python, spec.production),
             log=log,
             name="production SGLang",
-            env=servers.environment(base, spec.production),
+            env=servers.environment(base, spec.production, envfile.variables(spec.production)),
             cwd=self.work,
         )
         self.save()

@@ -176,7 +176,10 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """The frozen plan of one run: every verb takes it, nothing else decides what a verb does."""
+    """The frozen plan of one run: every verb takes it, nothing else decides what a verb does.
+
+    ``page_command``: the owner's program that wakes somebody; the guards call it with one text more (see ``page``).
+    """
 
     run_id: str
     profile: str
@@ -193,6 +196,7 @@ class RunSpec:
     service: ServiceSettings = field(default_factory=ServiceSettings)
     top_up: TopUpSettings | None = None
     training: TrainingSettings | None = None
+    page_command: list[str] = field(default_factory=list)
 
 
 # ---------------------------------------------------------------- what verbs answer

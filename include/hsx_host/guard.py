@@ -2,7 +2,8 @@
   The dead man's switch, started detached by acquire, two of them. Each reads the lease every two seconds and starts the
   other again where it is gone. When the lease lapses (nobody renewed it: Airflow died, the network went, the run was
   killed, the host was booted), it gives the host back as the teardown does: production up, plugin reverted, lease
-  released; it tries until that has succeeded. It ends when the lease is released or another run has it.
+  released; it tries until that has succeeded, and wakes somebody where the profile says how. It ends when the lease is
+  released or another run has it.
 Result: RestoreReport: restored, or nothing.
 Example
   python -m hsx_host guard --spec S --since 1790000000.5
@@ -13,8 +14,9 @@ from __future__ import annotations
 import time
 from argparse import ArgumentParser, Namespace
 
-from hsx_host import borrow, guards, lease, restore, serve, state
+from hsx_host import borrow, guards, lease, page, restore, serve, state
 from hsx_host.contract import Lease, RestoreReport, RunSpec
+from hsx_host.errors import HsxError
 from hsx_host.progress import log
 
 HELP = "watch the lease and give the host back when it lapses (started by acquire)"
@@ -47,6 +49,8 @@ def run(spec: RunSpec, args: Namespace) -> RestoreReport:
                 stranded = True  # should production not come back at once, it is still for this guard to see to
                 return _back(spec, mine)
             log("the lease is given up: nothing to guard")
+            if serve.mode_now(spec) == "production":
+                page.restored(spec, mine)
             return restore.report("nothing", "the lease is given up", serve.recorded_facts(spec))
         except Exception as e:  # whatever it is (a full disk, say), nobody else would bring production back
             log(f"production is not back yet: {type(e).__name__}: {e}")
@@ -55,7 +59,13 @@ def run(spec: RunSpec, args: Namespace) -> RestoreReport:
 
 
 def _back(spec: RunSpec, grant: Lease) -> RestoreReport:
-    report = restore.proved(spec, borrow.give_back(spec, grant))
+    try:
+        report = restore.proved(spec, borrow.give_back(spec, grant))
+    except Exception as e:
+        if not (isinstance(e, HsxError) and e.doc.field == "lease"):  # another run has the host meanwhile
+            page.not_restored(spec, grant, e)
+        raise
+    page.restored(spec, grant)
     state.journal(spec, "guard: the host is given back", server_pid=report.pid, problems=report.problems)
     return report
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import requests
 
-from hsx_host import servers
+from hsx_host import envfile, servers
 from hsx_host.contract import ServerSettings
-from hsx_host.errors import TryAgain
+from hsx_host.errors import HsxError, TryAgain
 from hsx_host.progress import Progress, log
 
 REQUEST_TIMEOUT_S = 60.0
@@ -55,7 +55,7 @@ def wait_until_ready(
     while True:
         if not alive():
             raise TryAgain(
-                f"the {what} server ended before it was ready; the end of its log:\n{log_tail(log_file)}",
+                f"the {what} server ended before it was ready; the end of its log:\n{_end(log_file, settings)}",
                 field="server log",
                 value=log_file,
                 fix="read the log; start again once the cause is gone",
@@ -64,7 +64,7 @@ def wait_until_ready(
         if left <= 0:
             raise TryAgain(
                 f"the {what} server is not ready after {deadline_s:.0f} s ({why}); the end of its log:\n"
-                f"{log_tail(log_file)}",
+                f"{_end(log_file, settings)}",
                 field=f"{what}.start_timeout_s",
                 value=settings.start_timeout_s,
                 fix="read the log; raise start_timeout_s where it only needs longer",
@@ -116,6 +116,15 @@ def _session(settings: ServerSettings) -> requests.Session:
     session.trust_env = False
     session.headers.update(servers.headers(settings))
     return session
+
+
+def _end(path: str, settings: ServerSettings) -> str:
+    """The end of a server's log, for an error message that others read."""
+    try:
+        variables = envfile.variables(settings)
+    except HsxError:  # the file is gone, or not its owner's alone any more
+        variables = settings.env
+    return servers.without_secrets(log_tail(path), settings, variables)
 
 
 def log_tail(path: str, lines: int = 30) -> str:

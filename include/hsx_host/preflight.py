@@ -47,6 +47,8 @@ def run(spec: RunSpec, args: Namespace) -> PreflightResult:
     for mode in ("production", "extraction"):
         with checks.note():
             serve.check_settings(spec, mode)
+    with checks.note():
+        _check_page_command(spec)
     healthy = False
     with checks.note():
         healthy = _production(spec, checks.warnings.append)
@@ -154,6 +156,17 @@ def _check_layers(spec: RunSpec) -> None:
             field="capture.layers",
             value=spec.capture.layers,
             fix="name layers k in that range: the stream that enters block k, counted from 0",
+        )
+
+
+def _check_page_command(spec: RunSpec) -> None:
+    """BadInput where nobody could be woken at night: found out now, while people are awake."""
+    if spec.page_command and not os.access(spec.page_command[0], os.X_OK):
+        raise BadInput(
+            "can't be run on the host",
+            field="alerts.host_command",
+            value=spec.page_command[0],
+            fix="name an executable program there, by its absolute path",
         )
 
 

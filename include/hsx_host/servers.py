@@ -33,6 +33,7 @@ _KEEP_PREFIXES = ("CUDA_", "NVIDIA_")
 
 # Flags whose values no log shows.
 _SECRET = re.compile(r"(api|secret|access|hf|auth)[-_]?key|token$|secret|password|passphrase", re.IGNORECASE)
+_SHORTEST = 4  # a shorter value would take harmless words out of a log
 
 
 def command(python: str, settings: ServerSettings) -> list[str]:
@@ -131,7 +132,7 @@ def check_extraction(settings: ServerSettings) -> None:
         raise Refused(
             "the extraction server would not give every row: " + "; ".join(problems),
             field="extraction.args",
-            value=" ".join(settings.args),
+            value=" ".join(shown(settings.args)),
             fix="change extraction.flags in the profile",
         )
     if not _loopback(settings.host):
@@ -165,6 +166,18 @@ def shown(args: Sequence[str]) -> list[str]:
         told.append(f"{name}=***" if secret and equals else "***" if hide and not flag else arg)
         hide = secret and not equals
     return told
+
+
+def without_secrets(text: str, settings: ServerSettings, variables: Mapping[str, str]) -> str:
+    """A server's own words with its secrets left out: SGLang tells all of its arguments at its start.
+
+    :param variables: the profile's and those of its env_file; their names say which are secrets.
+    """
+    given = {name: value for name, values in flags(settings.args).items() for value in values}
+    told = {v for name, v in (*given.items(), *variables.items()) if _SECRET.search(name) and len(v) >= _SHORTEST}
+    for value in sorted(told, key=len, reverse=True):
+        text = text.replace(value, "***")
+    return text
 
 
 def headers(settings: ServerSettings) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import posixpath
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ from airflow.sdk import BaseNotifier
 from airflow.sdk.definitions.callback import AsyncCallback
 from airflow.sdk.definitions.deadline import DeadlineAlert, DeadlineReference
 
+from hsx_operators.base import run_key
+from hsx_operators.errors import HostTryAgain
 from hsx_operators.profile import load_profile
 from hsx_operators.unattended import Alerts, Event
 
@@ -49,6 +52,44 @@ class Alarm:
         if error is None or isinstance(error, self.only):
             ti = context["ti"]
             tell(context, self.event, f"{ti.dag_id} {ti.run_id}, {ti.task_id}: {error or 'marked failed'}")
+
+
+class ProductionAlarm:
+    """Of the tasks that give a host back: production may be down, and a person has to know, at once.
+
+    As ``on_failure_callback`` it is told when no try is left; as ``on_retry_callback`` at the first failed try, where
+    it is the host that says that production did not come back (an outage of SSH may pass with the next try).
+
+    :param first_try: for ``on_retry_callback``.
+    """
+
+    def __init__(self, *, first_try: bool = False) -> None:
+        self.first_try = first_try
+
+    def __call__(self, context: Context) -> None:
+        error, task, ti = context.get("exception"), context["task"], context["ti"]
+        if self.first_try and not (isinstance(error, HostTryAgain) and _tries_used(context) == 1):
+            return
+        key = run_key(getattr(task, "on", ""))
+        host = ti.xcom_pull(task_ids=getattr(task, "plan_task_id", "plan"), key=key)
+        if not isinstance(host, dict) or "problem" in host:
+            return  # the plan never told of this host, or left it out: nobody has borrowed it
+        hope = "is tried again" if self.first_try else "has no try left"
+        command = posixpath.join(host["home"], "hsx_host")
+        text = (
+            f"PRODUCTION MAY BE DOWN on host {host['ssh_conn_id']}: {ti.dag_id}, run {ti.run_id}, task {ti.task_id} "
+            f"has not brought it back and {hope}: {error or 'marked failed'}\n"
+            "The guards on the host go on trying once the lease has lapsed. By hand, on the host: "
+            f"{command} restore --now (docs/operations.md)"
+        )
+        log.critical("%s", text)
+        tell(context, "production_not_restored", text)
+
+
+def _tries_used(context: Context) -> int:
+    """Tries of this round: ``max_tries`` grows with every clear."""
+    ti, retries = context["ti"], int(context["task"].retries or 0)
+    return int(ti.try_number) - (int(ti.max_tries) - retries)
 
 
 def deadline(profile: str, alerts: Alerts) -> DeadlineAlert | None:

@@ -13,7 +13,7 @@ from airflow.sdk.exceptions import AirflowSensorTimeout
 from airflow.triggers.base import TriggerEvent
 
 from hsx_host import contract as c
-from hsx_operators.alerts import Alarm
+from hsx_operators.alerts import ProductionAlarm
 from hsx_operators.base import run_of
 from hsx_operators.errors import HostError, named_error
 from hsx_operators.hook import hook_of
@@ -105,7 +105,7 @@ class ServerHealthSensor(BaseSensorOperator):
         kwargs.setdefault("retry_policy", HOST_RETRIES)
         kwargs.setdefault("pool", POOL)
         if mode_wanted == "production":
-            kwargs.setdefault("on_failure_callback", Alarm("production_not_restored"))
+            kwargs.setdefault("on_failure_callback", ProductionAlarm())
         super().__init__(poke_interval=poke_interval, timeout=timeout, **kwargs)
         self.mode_wanted, self.plan_task_id, self.on = mode_wanted, plan_task_id, on
 

@@ -8,7 +8,6 @@ from airflow.sdk import SkipMixin
 
 from hsx_host import contract as c
 from hsx_operators import alerts, metrics, window
-from hsx_operators.alarm import production_is_down
 from hsx_operators.base import HostVerbOperator
 from hsx_operators.errors import HostHeld, HostRefused, HostUnreachable, HsxOperatorError
 from hsx_operators.hook import hook_of
@@ -183,7 +182,8 @@ class BenchmarkOperator(HoldOff, HostVerbOperator):
 class RestoreProductionOperator(HostVerbOperator):
     """Gives the host back: production as the profile starts it, the plugin away, SGLang pristine, the lease released.
 
-    Make it the teardown of the tasks that took the host. Its last failure wakes somebody: ``alarm.production_is_down``.
+    Make it the teardown of the tasks that took the host. Its first failure wakes somebody, and its last:
+    ``alerts.ProductionAlarm``.
     """
 
     result_type = c.RestoreReport
@@ -191,7 +191,8 @@ class RestoreProductionOperator(HostVerbOperator):
     default_policy: ClassVar[HostRetryPolicy] = RESTORE_RETRIES
 
     def __init__(self, **kwargs: Any) -> None:
-        kwargs.setdefault("on_failure_callback", [production_is_down, alerts.Alarm("production_not_restored")])
+        kwargs.setdefault("on_retry_callback", alerts.ProductionAlarm(first_try=True))
+        kwargs.setdefault("on_failure_callback", alerts.ProductionAlarm())
         kwargs.setdefault("priority_weight", GIVE_BACK_FIRST)
         kwargs.setdefault("weight_rule", "absolute")
         super().__init__(**kwargs)

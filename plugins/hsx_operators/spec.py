@@ -116,6 +116,7 @@ def build_spec(profile: Profile, name: str, params: Mapping[str, Any], run_id: s
         ),
         top_up=top_up(p),
         training=training(p, production_args),
+        page_command=list(p.alerts.host_command),
     )
 
 

@@ -54,16 +54,26 @@ class Nightly(_Model):
 
 
 class Alerts(_Model):
-    """Whom to tell. Off until ``notifier`` names one of Airflow's notifiers.
+    """Whom to tell. Off until ``notifier`` names one of Airflow's notifiers, ``host_command`` a program of the host.
 
     :param notifier: import path of a ``BaseNotifier``, such as
         ``airflow.providers.smtp.notifications.smtp.SmtpNotifier``.
     :param args: its arguments; Jinja, with ``{{ alert }}`` (the event) and ``{{ alert_text }}`` beside Airflow's own.
     :param on: the events that it is told of; all of them by default.
     :param deadline_hours: a run that has not ended so long after it was queued is told too (``deadline``).
+    :param host_command: a program on the host, by its absolute path, and its arguments: the guards call it, with the
+        text as one argument more, where they could not bring production back; no Airflow is needed for that.
     """
 
     notifier: str = Field(default="", pattern=r"^$|^[A-Za-z_][\w.]*\.[A-Za-z_]\w*$")
     args: dict[str, Any] = {}
     on: list[Event] = list(get_args(Event))
     deadline_hours: Annotated[float, Field(gt=0)] | None = None
+    host_command: list[str] = []
+
+    @field_validator("host_command")
+    @classmethod
+    def _program(cls, words: list[str]) -> list[str]:
+        if words and not words[0].startswith("/"):
+            raise ValueError("does not begin with the absolute path of a program on the host")
+        return words

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,11 @@ class Stand:
         self.work = work
         self.control = work / "control"
         self.control.mkdir()
+        # one in production's arguments, one in the profile's environment, one in its env_file
+        self.secrets = [f"s3cret-{where}-{uuid.uuid4().hex}" for where in ("key", "password", "file")]
+        env_file = work / "production.env"
+        env_file.touch(mode=0o600)
+        env_file.write_text(f"HF_TOKEN={self.secrets[2]}\n")
         self.dags = Path(shutil.copytree(REPO / "dags", work / "dags", ignore=shutil.ignore_patterns("__pycache__")))
         self.profiles = Path(shutil.copytree(FAULTS / "dag" / "profiles", work / "profiles"))
         self.stack = Stack(
@@ -53,10 +59,13 @@ class Stand:
                 "HSX_PROFILES": str(self.profiles),
                 "FAULT_STAND_IN": str(FAULTS / "stand_in"),
                 "FAULT_CONTROL": str(self.control),
+                "FAULT_KEY": self.secrets[0],
+                "FAULT_PASSWORD": self.secrets[1],
+                "FAULT_ENV_FILE": str(env_file),
                 "FAULT_LEASE_S": str(lease_s),
-                "PYTHONPATH": os.pathsep.join((str(REPO / "plugins"), str(REPO / "include"), str(FAULTS / "dag"))),
-                "HSX_ALARM": "fault_alarm.to_a_file",
-                "FAULT_ALARM": str(work / "alarm.txt"),
+                "PYTHONPATH": os.pathsep.join(str(REPO / room) for room in ("plugins", "include", "tests/integration")),
+                "HSX_TEST_ALERTS": str(work / "alerts.jsonl"),
+                "FAULT_PAGES": str(work / "pages.txt"),
                 "AIRFLOW__CORE__DAGS_FOLDER": str(self.dags),
                 # a lost worker is seen after half a minute instead of five
                 "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT": "30",
@@ -164,6 +173,41 @@ class Stand:
         """A verb of the host program, not through Airflow."""
         env = {**os.environ, "PYTHONPATH": str(REPO / "include"), TOKEN: self.stack.token}
         subprocess.run([self.stack.python_host, "-m", "hsx_host", *words], env=env, check=True, capture_output=True)
+
+    def alerts(self) -> list[str]:
+        """What Airflow's notifier was told of production."""
+        file = self.work / "alerts.jsonl"
+        told = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return [text for event, text in told if event == "production_not_restored"]
+
+    def pages(self) -> str:
+        """What the guards have told whoever is woken on the host."""
+        file = self.work / "pages.txt"
+        return file.read_text() if file.exists() else ""
+
+    def told_in_commands(self) -> list[str]:
+        """Command lines of any process with a secret in them, but for the servers', whose owner put one there."""
+        found = []
+        for p in psutil.process_iter(["cmdline"]):
+            words = " ".join(p.info["cmdline"] or [])
+            mine = self.secrets if "sglang.launch_server" not in words else self.secrets[1:]
+            found += [words for secret in mine if secret in words]
+        return found
+
+    def told_in_files(self) -> list[str]:
+        """Files with a secret in them: all of Airflow's (database, logs), all data sets, and of the host's all that
+        others than the login may read, or that are not the frozen spec or the record of how production runs."""
+        assert self.stack.output is not None
+        found = []
+        roots = (self.work / "s" / "airflow", self.stack.output, self.home, self.work / "s" / "ssh")
+        files = [f for root in roots for f in root.rglob("*") if f.is_file()]
+        for file in [*files, self.work / "alerts.jsonl", self.work / "pages.txt"]:
+            body = file.read_bytes() if file.exists() else b""
+            ours = file.is_relative_to(self.home) and file.stat().st_mode & 0o077 == 0
+            kept = file.name in ("spec.json", "launch_base.json") or file.parent.name in ("specs", "logs")
+            if any(secret.encode() in body for secret in self.secrets) and not (ours and kept):
+                found.append(str(file))
+        return found
 
     def door_closed(self) -> None:
         assert self.stack.ssh is not None

@@ -38,6 +38,7 @@ def in_mid_shard(stand: Stand) -> DagRun:
     stand.hold("capture-20")
     run = stand.trigger()
     run.in_mid_shard()
+    assert stand.told_in_commands() == []
     return run
 
 
@@ -59,7 +60,7 @@ def test_the_dag_and_the_profile_are_changed(stand: Stand, run: DagRun, job: int
     """The plan is frozen: what runs goes on as it began."""
     row("DAG file and profile changed in mid-run", "extracting")
     change(stand.profiles / "faults.yaml", "layers: [1, 4]", "layers: [2, 5]")
-    change(stand.dags / "hsx_extraction.py", '"eagle3", "sglang"', '"eagle3", "changed", "sglang"')
+    change(stand.dags / "hsx_extraction.py", '"hidden-states", ', '"hidden-states", "changed", ')
     tags = lambda: [t["name"] for t in stand.client.get(f"dags/{DAG_ID}")["tags"]]  # noqa: E731
     until(lambda: "changed" in tags(), "the DAG file is read again")
     goes_on(stand, run, job, time.time())
@@ -192,3 +193,11 @@ def test_airflow_comes_back_within_the_lease(stand: Stand, row: Row) -> None:
     stand.settled()
     assert run.job()["pid"] == job
     row(end="the run goes on with the same remote job, green; production as it was", log="nothing")
+
+
+def test_no_secret_was_told(stand: Stand) -> None:
+    """After all of these runs: none in Airflow's database (XComs, rendered fields, task states, triggers), logs, data
+    sets, or a file of the host that is not private."""
+    assert (stand.work / "s" / "airflow" / "airflow.db").stat().st_size > 0
+    assert stand.told_in_files() == []
+    assert stand.told_in_commands() == []

@@ -54,3 +54,21 @@ def test_airflow_and_the_guards_are_killed(stand: Stand, row: Row) -> None:
     stand.settled()
     after(stand, run)
     row(end=f"the shard's job starts other guards, which restore; {END}", log='journal: "lease lapsed: ..."')
+
+
+def test_airflow_is_killed_and_production_does_not_come_back(stand: Stand, row: Row) -> None:
+    """No task is left that could alert: the guards page from the host, and go on."""
+    row("Airflow killed, and production ends at each start", "extracting")
+    run = held_in_mid_shard(stand)
+    stand.kill_all_of_airflow()
+    stand.hold("production-die", "1000")
+    until(lambda: "PRODUCTION MAY BE DOWN" in stand.pages(), stand.story)
+    assert run.id in stand.pages()
+    stand.free()  # whatever was wrong with it is mended
+    stand.settled()
+    until(lambda: "production is back" in stand.pages(), stand.story)
+    after(stand, run)
+    row(
+        end=f"the guards page by alerts.host_command and go on; mended, {END}; Airflow back, the run ends green",
+        log='journal: "somebody was paged"',
+    )

@@ -111,27 +111,34 @@ def test_production_does_not_come_back_at_the_first_try(stand: Stand, row: Row) 
     (stand.control / "capture-20").unlink()
     assert run.end() == "success", run.story()
     assert run.tasks()["restore"].try_number == 2, run.story()
+    (alert,) = stand.alerts()
+    assert "is tried again" in alert
+    assert run.id in alert
     stand.free()
     stand.settled()
-    row(end=f"restore's next try brings it back, run green; {END}", log="restore, try 1: the end of the server's log")
+    row(
+        end=f"alert by callback, restore's next try brings it back, run green; {END}",
+        log="restore, try 1: the end of the server's log",
+    )
 
 
 def test_production_does_not_come_back_at_all(stand: Stand, row: Row) -> None:
     """Every try of restore fails: somebody is woken, and the guards go on where the run has ended."""
     row("production ends at each start", "restore (teardown)")
+    before = len(stand.alerts())
     run = held_in_mid_shard(stand)
     stand.hold("production-die", "1000")
     (stand.control / "capture-20").unlink()
     assert run.end() == "failed", run.story()
     states = run.states()
     assert (states["restore"], states["verdict"]) == ("failed", "failed"), run.story()
-    alarm = (stand.work / "alarm.txt").read_text()
-    assert "PRODUCTION MAY BE DOWN" in alarm
-    assert run.id in alarm
+    told = stand.alerts()[before:]
+    assert ["is tried again" in told[0], "has no try left" in told[-1]] == [True, True], told
+    assert all("PRODUCTION MAY BE DOWN" in text and run.id in text for text in told)
     stand.free()  # whatever was wrong with it is mended
     stand.give_back_by_hand()
     stand.settled()
     row(
-        end=f"alarm by callback, run red; mended, restore --now by hand: {END}",
+        end=f"alert by callback at the first and the last try, run red; mended, restore --now by hand: {END}",
         log="restore: PRODUCTION MAY BE DOWN ...",
     )

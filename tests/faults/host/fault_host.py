@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -166,6 +168,19 @@ class FaultHost:
                 self.kill(child.pid)
         leader.wait()
 
+    def by_the_timer(self) -> Said:
+        """What the unit of docs/operations.md does: its command, from /, with nothing of ours in the environment.
+        With ``KillMode=process`` systemd leaves alone what it started; here too nothing but the command itself ends."""
+        text = (REPO / "docs" / "operations.md").read_text()
+        (line,) = re.findall(r"^ +ExecStart=(.*)$", text, re.MULTILINE)
+        assert re.search(r"^ +KillMode=process$", text, re.MULTILINE)
+        command = shlex.split(line.replace("/var/lib/hsx", str(self.home)))
+        env = {k: v for k, v in self.env.items() if k not in ("PYTHONPATH", "HOME")}
+        done = subprocess.run(
+            command, env=env, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, text=True, start_new_session=True
+        )
+        return Said(done.returncode, json.loads(done.stdout), done.stderr)
+
     def another(self, run_id: str) -> str:
         """The spec of another run of the same profile."""
         return self.write(replace(self.spec, run_id=run_id))
@@ -176,6 +191,33 @@ class FaultHost:
         args = [str(port) if a == str(old.port) else a for a in old.args]
         self.spec = replace(self.spec, extraction=replace(old, args=args, port=port))
         self.spec_path = self.write(self.spec)
+
+    def pages_to(self, file: Path) -> None:
+        """From now on the profile names a pager: it appends to a file."""
+        code = "import sys; open(sys.argv[1], 'a').write(sys.argv[2].replace(chr(10), ' ') + chr(10))"
+        self.spec = replace(self.spec, page_command=[sys.executable, "-ISc", code, str(file)])
+        self.spec_path = self.write(self.spec)
+
+    def killed_before_it_writes(self, document: str, *argv: str, after: Callable[[], Any]) -> None:
+        """Kill a verb in the moment in which it would write a document of ``state/``, once ``after`` holds: where its
+        temporary file goes stands a pipe that nobody reads, at which it waits."""
+        folder = self.home / "state"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        code = "import os, sys; sys.stdin.read(1); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+        verb = subprocess.Popen(
+            [sys.executable, "-ISc", code, "-m", "hsx_host", *argv, "--spec", self.spec_path],
+            env=self.env, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        pipe = folder / f".{document}.{verb.pid}.tmp"
+        os.mkfifo(pipe)
+        assert verb.stdin is not None
+        verb.stdin.close()
+        until(after, self.story)
+        assert verb.poll() is None
+        assert not (folder / document).exists()
+        verb.kill()
+        verb.wait()
+        pipe.unlink()
 
     def start(self, *argv: str) -> str:
         """Start a verb as a detached job, as the DAG does; its id."""

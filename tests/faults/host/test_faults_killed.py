@@ -136,6 +136,34 @@ def test_all_is_killed_and_another_run_wants_the_host(make_host: MakeHost, row: 
     )
 
 
+@pytest.mark.parametrize("stage", of([s for s in STAGES if not s.verb]))
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_nobody_is_left_but_the_timer(make_host: MakeHost, row: Row, stage: Stage, when: str) -> None:
+    """Both guards killed, Airflow gone, no job at work: the unit of docs/operations.md sees to it, whether it strikes
+    before the lease has lapsed (it starts guards) or after."""
+    row("guards killed, Airflow gone, no job at work", f"{stage.name}; the timer strikes {when} the lease has lapsed")
+    host = make_host(ttl_s=SHORT_TTL_S if when == "after" else 20.0)
+    with host.polled():
+        stage.bring(host)
+    host.kill_guards()
+    if when == "after":
+        until(host.lapsed, host.story)
+        assert not host.guards()
+        assert host.mode() == stage_mode(stage), "nobody is there who could give it back"
+    said = host.by_the_timer()
+    assert (said.rc, said.document["action"]) == (0, "guarded" if when == "before" else "restored"), said
+    host.settled()
+    row(
+        end=f"recover, run by the unit, {'starts guards, which restore' if when == 'before' else 'restores'}; {END}",
+        log='status: "no guard of the lease lives: recover starts them"',
+    )
+
+
+def stage_mode(stage: Stage) -> str:
+    """What ``mode`` says of a stage between two steps."""
+    return {"extraction up": "extraction running", "production stopped": "none"}.get(stage.name, "production running")
+
+
 @pytest.mark.parametrize("stage", of(STAGES, "production starting"))
 def test_the_host_is_booted_anew(make_host: MakeHost, row: Row, stage: Stage) -> None:
     """A power cut: no process lives, and what stands on the disk is of another boot."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from fault_host import SAMPLES, MakeHost, Row, until
@@ -89,6 +90,26 @@ def test_production_comes_back_at_the_fourth_start(make_host: MakeHost, row: Row
     row(end=f"restore's next try brings it back; {END}", log="exit 75 with the end of the server's log")
 
 
+def test_production_does_not_come_back_and_airflow_is_gone(make_host: MakeHost, row: Row, tmp_path: Path) -> None:
+    """Nobody is left but the guards: they go on, and wake somebody by the profile's command, once."""
+    row("production ends at each start, Airflow gone for good", "production starting, by the guard")
+    host, pages = make_host(ttl_s=SHORT_TTL_S), tmp_path / "pages.txt"
+    host.pages_to(pages)
+    AT["extraction up"].bring(host)
+    host.hold("production-die", "1000")
+    until(lambda: len([e for e in host.journal() if "guard: production is not back" in e["event"]]) >= 2, host.story)
+    (page,) = pages.read_text().splitlines()
+    assert "PRODUCTION MAY BE DOWN" in page
+    host.free()
+    host.settled()
+    until(lambda: len(pages.read_text().splitlines()) == 2, host.story)
+    assert "production is back" in pages.read_text()
+    row(
+        end=f"the guards go on and page by alerts.host_command, once; mended, {END}",
+        log='journal: "somebody was paged", "guard: production is not back yet"',
+    )
+
+
 def test_the_ssh_session_is_gone(make_host: MakeHost, row: Row) -> None:
     """All processes of the session that started guard and job are killed with it; those two live on."""
     row("SSH session killed", "acquire and extracting")
@@ -154,9 +175,9 @@ def test_the_acquire_is_killed_in_the_middle(make_host: MakeHost, row: Row) -> N
     """Its guard is there and the lease is not yet written: the guard ends by itself, and the next try has the host."""
     row("acquire killed before the lease is written", "acquire")
     host = make_host()
-    host.ok(*ACQUIRE)
-    lease.path(host.spec).unlink()
+    host.killed_before_it_writes("lease.json", *ACQUIRE, after=host.guards)
     until(lambda: not host.guards(), host.story)
+    assert lease.read(host.spec) is None
     host.ok(*ACQUIRE)
     assert host.guards()
     give_back(host)

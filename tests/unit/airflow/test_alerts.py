@@ -14,12 +14,13 @@ from fleet_profile import body, dag_bag, write
 
 from hsx_host import contract as c
 from hsx_operators import alerts
-from hsx_operators.errors import HostRefused, HostUnreachable, ProfileError
+from hsx_operators.errors import HostRefused, HostTryAgain, HostUnreachable, ProfileError
 from hsx_operators.profile import parse_hosts
 from hsx_operators.shapes import shape
 from hsx_operators.unattended import Alerts
 
 REFUSED = HostRefused("disk", c.ErrorDoc("refused", "short by 3 GiB"))
+DOWN = HostTryAgain("restore", c.ErrorDoc("again", "the production server ended before it was ready"))
 
 
 class Notifier(BaseNotifier):
@@ -70,6 +71,62 @@ def test_told_of_what_it_wants_to_hear(tmp_path: Path, told: list[tuple[str, str
     assert told == [("hsx: disk_short", "d r, probe: disk: short by 3 GiB")]
 
 
+def given_back(error: BaseException | None, try_number: int = 7, **host: Any) -> Any:
+    """The context of a restore's callback; ``max_tries`` as after one clear of a task with 6 retries."""
+    told = {"ssh_conn_id": "gpu-1", "home": "/srv/hsx", **host}
+    ti = SimpleNamespace(
+        dag_id="d", run_id="r", task_id="restore", try_number=try_number, max_tries=13, xcom_pull=lambda **_: told
+    )
+    return {"params": {"profile": "p"}, "ti": ti, "task": SimpleNamespace(on="", retries=6), "exception": error}
+
+
+def test_production_that_is_not_back_is_told_with_what_to_do(tmp_path: Path, told: list[tuple[str, str]]) -> None:
+    write(tmp_path, "p", body(alerts=ON))
+    alerts.ProductionAlarm()(given_back(DOWN, try_number=14))
+    ((event, text),) = told
+    assert event == "production_not_restored"
+    for word in ("PRODUCTION MAY BE DOWN on host gpu-1", "run r", "ended before it was ready", "no try left"):
+        assert word in text
+    assert "/srv/hsx/hsx_host restore --now" in text
+
+
+@pytest.mark.parametrize(
+    ("error", "try_number", "heard"),
+    [
+        (DOWN, 8, True),  # the first of seven after a clear: three starts have failed, that is minutes to hours
+        (DOWN, 9, False),
+        (HostUnreachable("no SSH"), 8, False),  # may pass with the next try
+    ],
+)
+def test_somebody_is_woken_at_the_first_failure_already(
+    tmp_path: Path, told: list[tuple[str, str]], error: BaseException, try_number: int, heard: bool
+) -> None:
+    write(tmp_path, "p", body(alerts=ON))
+    alerts.ProductionAlarm(first_try=True)(given_back(error, try_number))
+    assert len(told) == heard
+    assert not told or "is tried again" in told[0][1]
+
+
+def test_a_host_that_was_never_borrowed_wakes_nobody(tmp_path: Path, told: list[tuple[str, str]]) -> None:
+    write(tmp_path, "p", body(alerts=ON))
+    alerts.ProductionAlarm()(given_back(DOWN, problem="no SSH"))
+    nothing = given_back(DOWN)
+    nothing["ti"].xcom_pull = lambda **_: None
+    alerts.ProductionAlarm()(nothing)
+    assert told == []
+
+
+def test_without_a_notifier_the_task_s_log_says_it(
+    tmp_path: Path, told: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("hsx_operators.alerts.log.critical", lambda text, *args: said.append(text % args))
+    write(tmp_path, "p", body())
+    alerts.ProductionAlarm()(given_back(DOWN))
+    assert told == []
+    assert "PRODUCTION MAY BE DOWN" in said[0]
+
+
 def test_an_alert_that_cannot_be_sent_fails_nothing(
     tmp_path: Path, told: list[tuple[str, str]], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -101,6 +158,7 @@ def test_deadline(tmp_path: Path, told: list[tuple[str, str]]) -> None:
         ({"notifier": "smtp"}, "alerts.notifier = 'smtp'"),
         ({**ON, "on": ["everything"]}, "alerts.on[0] = 'everything'"),
         ({**ON, "deadline_hours": 0}, "alerts.deadline_hours = 0"),
+        ({"host_command": ["wake", "oncall"]}, "alerts.host_command = ['wake', 'oncall']"),
         ({"notifyer": "a.B"}, "alerts.notifyer = 'a.B': is not a setting (did you mean notifier?)"),
     ],
 )
@@ -119,8 +177,16 @@ def test_each_alarm_hangs_on_its_tasks(tmp_path: Path, told: list[Any]) -> None:
         for callback in task.on_failure_callback or []:
             if isinstance(callback, alerts.Alarm):
                 found.setdefault(callback.event, set()).add(task.task_id.rpartition(".")[2])
+            if isinstance(callback, alerts.ProductionAlarm):
+                assert not callback.first_try
+                found.setdefault("production", set()).add(task.task_id.rpartition(".")[2])
+        for callback in task.on_retry_callback or []:
+            assert isinstance(callback, alerts.ProductionAlarm)
+            assert callback.first_try
+            found.setdefault("production, first try", set()).add(task.task_id.rpartition(".")[2])
     assert found == {
-        "production_not_restored": {"restore", "production_healthy"},
+        "production": {"restore", "production_healthy"},
+        "production, first try": {"restore"},
         "probe_failed": {"probe"},
         "disk_short": {"disk_check"},
     }

@@ -80,6 +80,28 @@ def test_no_secret_is_said_or_left_where_others_may_read_it(spec: c.RunSpec, tmp
     assert loose == []
 
 
+def test_a_server_that_tells_its_secrets_and_dies(spec: c.RunSpec, tmp_path: Path) -> None:
+    """The end of its log stands in the error, in the journal and in what a page says: without them."""
+    spec = replace(spec, production=replace(spec.production, env=spec.production.env | {"FAKE_DIE": "yes"}))
+    said = subprocess.run(
+        [sys.executable, "-m", "hsx_host", "serve", "production", "--spec", write_spec(spec, tmp_path)],
+        capture_output=True,
+        text=True,
+    )
+    assert said.returncode == 75, (said.stdout, said.stderr)
+    assert "--api-key" in said.stdout, "the end of the log is told"
+    journal = "\n".join(state.journal_tail(spec, 1000))
+    for secret in (IN_ENV, IN_FILE, IN_ARGS):
+        assert secret not in said.stdout + said.stderr + journal
+
+
+def test_a_refusal_tells_no_key(spec: c.RunSpec) -> None:
+    wrong = replace(spec.extraction, args=[*spec.extraction.args, "--pp-size", "2"])
+    with pytest.raises(Refused) as said:
+        servers.check_extraction(wrong)
+    assert IN_ARGS not in str(said.value)
+
+
 def test_an_env_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "x.env"
     file.write_text("A=1\n")

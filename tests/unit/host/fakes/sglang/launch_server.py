@@ -1,7 +1,8 @@
 """A stand-in for ``sglang.launch_server`` in unit tests of ownership, stopping and transitions: HTTP, no model.
 
-It answers /health and /generate. Environment variables make it behave badly: FAKE_DIE (ends at once),
-FAKE_DIE_ONCE=FILE (the first time only), FAKE_DIE_AT=N (ends at the Nth generation), FAKE_SILENT (never healthy),
+It answers /health and /generate. Environment variables make it behave badly: FAKE_DIE (ends at once, and tells its
+secrets), FAKE_DIE_ONCE=FILE (the first time only), FAKE_DIE_WHILE=FILE (while it is there), FAKE_DIE_AT=N (ends at the
+Nth generation), FAKE_SILENT (never healthy),
 FAKE_SHM (a file in /dev/shm that it keeps open and leaves), FAKE_ORPHAN (a child that ignores SIGTERM),
 FAKE_READY=error|none (how the capture plugin's report goes wrong). What a real server does is tested in tests/system.
 """
@@ -61,7 +62,10 @@ def report():
 def main(argv):
     print("the fake server starts", flush=True)
     if "FAKE_DIE" in os.environ:
+        print("its arguments:", argv, {k: os.environ.get(k) for k in ("HF_TOKEN", "DB_PASSWORD")}, flush=True)
         sys.exit("the fake server dies: asked to")
+    if os.path.exists(os.environ.get("FAKE_DIE_WHILE", "")):
+        sys.exit("the fake server dies: it can't start for now")
     once = os.environ.get("FAKE_DIE_ONCE")
     if once and not os.path.exists(once):
         Path(once).touch()

@@ -5,7 +5,7 @@
 #   bench/gpu.sh borrow             stop, a reparented child, a stranger, restore: with nvidia-smi and device memory
 #   bench/gpu.sh SHAPE [ARGS...]    SHAPE: 8b, 1.7b, kimi (tiny: on a CPU); ARGS go to gpu_prefill.py
 # Needs a Python with SGLang on PATH as $PYTHON (default python3). WHEELS=DIR installs a folder of wheels first.
-# HOOK_TIME=FILE sums the time of the capture's parts in the schedulers into FILE.
+# HOOK_TIME=FOLDER sums the time that the schedulers spend in launches and in the capture (bench/hook_time).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3} SITE=${SITE:-/tmp/hsx-site} WORK=${WORK:-/tmp/hsx-bench} OUTPUT=${OUTPUT:-/dev/shm/hsx-bench}

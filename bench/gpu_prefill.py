@@ -7,6 +7,7 @@ manifest, checksums, per-sample checks. Ratios are those of the medians. Cases:
 
   long      --samples of 99 to 8,000 tokens, lognormal(7.2, 0.6)
   quarter   the same with a quarter of the samples: how time and memory grow
+  unseen    as long; beside it the same requests to the extraction server under ids that the capture ignores
   short     2,000 samples of 99 to 200 tokens, 256 in flight
   disk      --disk-samples into --disk; beside it one sequential write of the same bytes with fsync
   json      --json-samples; beside it stock ``return_hidden_states`` over JSON
@@ -68,6 +69,7 @@ CASES: dict[str, Callable[[Servers], Load]] = {
     "short": lambda s: s.load("short", s.args.short_samples, 99, 200),
     "disk": lambda s: s.load("disk", s.args.disk_samples),
     "json": lambda s: s.load("json", s.args.json_samples),
+    "unseen": lambda s: s.load("unseen", s.args.samples),
 }
 
 
@@ -79,6 +81,8 @@ def _case(servers: Servers, case: str, load: Load) -> str:
     baselines: dict[str, Callable[[], float]] = {
         "plain prefill": lambda: drive(servers.url(), load.ids, args.concurrency)
     }
+    if case == "unseen":
+        baselines["unseen"] = lambda: drive(servers.url(True), load.ids, args.concurrency)
     if case == "disk":
         baselines["sequential write"] = lambda: _write(args.disk, load.tokens * servers.row_bytes)
     if case == "json":

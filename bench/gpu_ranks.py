@@ -179,7 +179,7 @@ def _prompt(seed: int, length: int, vocab: int) -> list[int]:
 
 
 def _serve_on_cpu(model: Path, spec: Path, log: Path, more: list[str]) -> Any:
-    ranks = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if "--tp-size" in more else {}
+    ranks = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if more else {}
     return sglang_server.start(model, log, spec=spec, args=more, env=ranks)
 
 

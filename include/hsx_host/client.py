@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import socket
-import threading
 import time
 import urllib.parse
 import uuid
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-import requests
+import urllib3
 
 from hsx_host import capture_server
 from hsx_host.contract import ContractError, RunSpec, decode, encode
@@ -85,19 +85,25 @@ def live_engine(spec: RunSpec) -> Engine:
 
 
 class Client:
-    """Asks for samples; safe for many threads (each has an HTTP session of its own).
+    """Asks for samples; safe for many threads.
+
+    Requests go through urllib3's pool itself: one of ``requests`` costs three times the processor time, and all of a
+    shard's threads share one interpreter's lock (``bench/host_plane.py``).
 
     :param folder: where unfinished files lie, on the data set's own file system. One client at a time has a folder
         (it holds the shard's lock): what an earlier one left in the spool is withdrawn.
     :param timeout_s: how long one try may take, from the request to the plugin's record.
+    :param concurrency: how many connections are kept open.
     """
 
-    def __init__(self, engine: Engine, form: Format, shape: Shape, folder: Path, timeout_s: float) -> None:
+    def __init__(
+        self, engine: Engine, form: Format, shape: Shape, folder: Path, timeout_s: float, concurrency: int = 1
+    ) -> None:
         self._engine, self._form, self._shape = engine, form, shape
         self._folder, self._timeout_s = folder, timeout_s
         parts = urllib.parse.urlsplit(engine.url)
         self._address = (parts.hostname or "", parts.port or 80)
-        self._local = threading.local()
+        self._pool = urllib3.connection_from_url(engine.url, maxsize=concurrency, retries=False)
         self._flying: set[str] = set()
         self._prefix = f"hsx-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}-"
         folder.mkdir(parents=True, exist_ok=True)
@@ -137,10 +143,7 @@ class Client:
     def abort(self) -> None:
         """Tell the server to drop what is in flight, so that waiting threads end soon."""
         for rid in list(self._flying):
-            with contextlib.suppress(requests.RequestException):
-                requests.post(
-                    f"{self._engine.url}/abort_request", json={"rid": rid}, headers=self._engine.headers, timeout=5
-                )
+            self._drop(rid)
 
     def withdraw(self) -> None:
         """Take back what a killed client left in the spool; the server drops what it still works on."""
@@ -148,8 +151,7 @@ class Client:
         for rid in set(left):
             for name in (f"{rid}.json", f"{rid}.done.json"):
                 (self._engine.spool / name).unlink(missing_ok=True)
-            with contextlib.suppress(requests.RequestException):
-                self._session().post(f"{self._engine.url}/abort_request", json={"rid": rid}, timeout=5)
+            self._drop(rid)
 
     def _lay_out(self, path: Path, sample: Sample) -> Laid:
         needed = self._form.file_bytes(len(sample.ids), self._shape)
@@ -166,25 +168,42 @@ class Client:
             "stream": False,
         }
         try:
-            answer = self._session().post(f"{self._engine.url}/generate", json=body, timeout=(10, self._timeout_s))
-        except requests.Timeout:
+            status, data = self._post("/generate", body, self._timeout_s)
+        except urllib3.exceptions.ReadTimeoutError:
             self._gone("no answer")
             raise SampleFault(f"no answer from the server in {self._timeout_s:.0f} s") from None
-        except requests.RequestException as e:
+        except urllib3.exceptions.HTTPError as e:
             self._gone(str(e), patience_s=_GONE_AFTER_S)
             raise SampleFault(f"the connection broke: {e}") from None
-        if answer.status_code != 200:
+        text = data[:300].decode(errors="replace")
+        if status != 200:
             # SGLang answers 400 to a request that it won't take and to one that was aborted: only the first is final
-            text = answer.text[:300]
-            final = answer.status_code == 400 and "abort" not in text.lower()
-            raise SampleFault(f"the server answered {answer.status_code}: {text}", final=final)
+            final = status == 400 and "abort" not in text.lower()
+            raise SampleFault(f"the server answered {status}: {text}", final=final)
         try:
-            found = answer.json()
+            found = json.loads(data)
         except ValueError:
-            raise SampleFault(f"the server's answer is not JSON: {answer.text[:200]!r}") from None
+            raise SampleFault(f"the server's answer is not JSON: {text!r}") from None
         if not isinstance(found, dict) or not isinstance(found.get("meta_info"), dict):
-            raise SampleFault(f"the server's answer has no meta_info: {answer.text[:200]!r}")
+            raise SampleFault(f"the server's answer has no meta_info: {text!r}")
         return found
+
+    def _post(self, path: str, body: dict[str, Any], timeout_s: float) -> tuple[int, bytes]:
+        """Status and body of an answer; raises urllib3's own errors."""
+        answer = self._pool.urlopen(
+            "POST",
+            path,
+            body=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json", **self._engine.headers},
+            timeout=urllib3.Timeout(connect=min(10, timeout_s), read=timeout_s),
+            redirect=False,
+        )
+        return answer.status, answer.data
+
+    def _drop(self, rid: str) -> None:
+        """Tell the server, if it still listens, that nobody waits for a request any more."""
+        with contextlib.suppress(urllib3.exceptions.HTTPError):
+            self._post("/abort_request", {"rid": rid}, 5)
 
     def _record(self, rid: str, deadline: float) -> CaptureRecord:
         """Wait for the plugin's record: its writers finish a little behind the answer."""
@@ -242,14 +261,6 @@ class Client:
             raise SampleFault(f"{text}: " + "; ".join(problems))
         crcs = laid.crcs | {p.name: p.crc32 for p in record.planes}
         return Captured(path, laid.bytes, crcs, int(tokens[0]) if tokens else -1, record.rid, text)
-
-    def _session(self) -> requests.Session:
-        if not hasattr(self._local, "session"):
-            self._local.session = requests.Session()
-            self._local.session.trust_env = False  # the server is on this host: no proxy stands between
-            self._local.session.headers.update(self._engine.headers)
-        session: requests.Session = self._local.session
-        return session
 
     def _gone(self, why: str, patience_s: float = 0.0) -> None:
         """Raise ServerGone where a process of the server has ended, or it refuses connections."""

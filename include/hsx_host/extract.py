@@ -166,7 +166,7 @@ class _Shard:
         engine = live_engine(self._spec)
         proof.keep_norm(engine.spool, ready_norm_class(engine.spool), self._dataset)
         data = self._spec.data
-        client = Client(engine, self._form, self._shape, self._files.tmp, data.request_timeout_s)
+        client = Client(engine, self._form, self._shape, self._files.tmp, data.request_timeout_s, data.concurrency)
         crew = Crew(
             client, self._form, self._files, self._input, tries=data.tries, left=len(todo), enough=self._window_ended
         )

@@ -55,7 +55,7 @@ class TorchFile:
             record: checksum(field, path, (found[key].offset, found[key].bytes), crcs)
             for record, (key, field) in keys.items()
         }
-        set_crcs(path, {keys[record][0]: crc for record, crc in done.items()})
+        set_crcs(path, found, {keys[record][0]: crc for record, crc in done.items()})
         return done
 
     def check(self, path: Path, tokens: int, shape: Shape) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:

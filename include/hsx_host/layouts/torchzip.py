@@ -52,12 +52,11 @@ def records(path: Path) -> dict[str, Record]:
         raise ValueError(f"not a whole torch.save file: {e}") from None
 
 
-def set_crcs(path: Path, crcs: dict[str, int]) -> None:
+def set_crcs(path: Path, known: dict[str, Record], crcs: dict[str, int]) -> None:
     """Write the crc32 of records (by name) into their data descriptors and the central directory.
 
-    The local header's field stays 0: PyTorch's records say by flag bit 3 that the checksum follows the data.
+    ``known`` is what ``records`` found. The local header's field stays 0: PyTorch's records say by flag bit 3 that the checksum follows the data.
     """
-    known = records(path)
     fd = os.open(path, os.O_WRONLY)
     try:
         for name, crc in crcs.items():

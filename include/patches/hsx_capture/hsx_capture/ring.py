@@ -1,9 +1,10 @@
 """A bounded ring of host buffers between the scheduler and the writers.
 
 A slot holds some rows of one batch: the data in the order of the file's blocks, the token ids, and the least and
-greatest value of each row of each plane. On a GPU the rows are gathered and reduced on the device, on the current
-stream, into one of two staging buffers and copied to the slot's pinned memory on a side stream; the staging buffers
-are allocated once, before SGLang sizes its KV cache. On a CPU the same gather writes into the slot itself.
+the greatest value of each row of each plane, in the order of the data. On a GPU the rows are gathered and reduced on
+the device, on the current stream, into one of two staging buffers and copied to the slot's pinned memory on a side
+stream; the staging buffers are allocated once, before SGLang sizes its KV cache. On a CPU the same gather writes into
+the slot itself.
 
 The scheduler takes a slot and waits where none is free: nothing is dropped and memory stays flat.
 """
@@ -83,11 +84,16 @@ class Slot:
         g = self.geometry
         return self.array[g.ids : g.ids + g.rows * 8].view(np.int64)
 
-    def stats(self) -> np.ndarray[Any, Any]:
-        """float32 [rows, planes, 2]: the least and the greatest value of each row; NaN where a row holds one."""
+    def stats(self, rows: slice) -> np.ndarray[Any, Any]:
+        """float32 [2, rows, planes]: the least and the greatest value of each of ``rows``; NaN where it holds one."""
         g = self.geometry
-        planes = (g.end - g.stats) // (g.rows * 8)
-        return self.array[g.stats : g.end].view(np.float32).reshape(g.rows, planes, 2)
+        values = self.array[g.stats : g.end].view(np.float32).reshape(2, -1)
+        blocks, first = [], 0
+        for width in self.shape:
+            block = values[:, first * g.rows : (first + width) * g.rows].reshape(2, g.rows, width)
+            blocks.append(block[:, rows])
+            first += width
+        return np.concatenate(blocks, axis=2)
 
     def block(self, index: int, row_bytes: int) -> np.ndarray[Any, Any]:
         """Block ``index``, uint8 [rows, planes of the block, row_bytes]."""
@@ -153,17 +159,18 @@ class Ring:
         first: int,
         shape: tuple[int, ...],
     ) -> None:
-        stats = out[g.stats : g.end].view(torch.float32).view(g.rows, self.planes, 2)
+        data = out[: g.rows * self.planes * self.row_bytes].view(self.dtype).view(g.rows * self.planes, self.hidden)
         plane = 0
         for width in shape:
-            start, size = plane * g.rows * self.row_bytes, width * g.rows * self.row_bytes
-            block = out[start : start + size].view(self.dtype).view(g.rows, width, self.hidden)
+            block = data[plane * g.rows : (plane + width) * g.rows].view(g.rows, width, self.hidden)
             for j in range(width):
                 block[:, j].copy_(sources[plane + j][first : first + g.rows])
-            # both keep NaN; apart they are three times as fast as torch.aminmax on a CPU
-            stats[:, plane : plane + width, 0].copy_(torch.amin(block, dim=-1))
-            stats[:, plane : plane + width, 1].copy_(torch.amax(block, dim=-1))
             plane += width
+        # As few operations as there can be: between two, a writer may take the interpreter's lock. Both reductions keep
+        # NaN; apart they are three times as fast as torch.aminmax on a CPU.
+        least, greatest = out[g.stats : g.end].view(torch.float32).view(2, -1)
+        least.copy_(torch.amin(data, dim=-1))
+        greatest.copy_(torch.amax(data, dim=-1))
         out[g.ids : g.ids + g.rows * 8].view(torch.int64).copy_(ids[first : first + g.rows])
 
     def _gather_and_copy(self, slot: Slot, sources: Sequence[torch.Tensor], ids: torch.Tensor, first: int) -> Any:

@@ -37,8 +37,8 @@ class Progress:
         self.ids_crc32 = zlib.crc32(ids.astype("<i8", copy=False), self.ids_crc32)
 
     def see_stats(self, stats: np.ndarray[Any, Any]) -> None:
-        """Fold in the least and greatest value of each row, [rows, planes, 2]; NaN stays."""
-        low, high = stats[:, :, 0].min(axis=0), stats[:, :, 1].max(axis=0)
+        """Fold in the least and greatest value of each row, [2, rows, planes]; NaN stays."""
+        low, high = stats[0].min(axis=0), stats[1].max(axis=0)
         self.low = low if self.low is None else np.minimum(self.low, low)
         self.high = high if self.high is None else np.maximum(self.high, high)
 

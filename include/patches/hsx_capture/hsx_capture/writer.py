@@ -25,8 +25,9 @@ from hsx_capture.sample import Progress, Sample
 
 log = logging.getLogger("hsx_capture")
 
-# Checksummed and written piece by piece, so that the second pass over a piece finds it in the cache.
-_PIECE = 1 << 20
+# Checksummed and written piece by piece: small enough that the second pass over a piece may find it in the cache, large
+# enough that the scheduler, which shares the interpreter's lock, is seldom asked for it.
+_PIECE = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Writers:
         finally:
             os.close(fd)
         progress.see_ids(chunk.slot.ids()[rows])
-        progress.see_stats(chunk.slot.stats()[rows])
+        progress.see_stats(chunk.slot.stats(rows))
         progress.rows += chunk.rows
         progress.chunks += 1
         if progress.rows == request.tokens:

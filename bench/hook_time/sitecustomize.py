@@ -1,8 +1,8 @@
 """Times the schedulers of a benchmark's servers, and the capture in one of them: put this folder on their PYTHONPATH.
 
 Where ``BENCH_HOOK_TIME`` names a folder, each scheduler sums the time that its own thread spends in launching a
-forward pass and of it in the capture (``on_logits``), counts how often the device had run dry by then, and sums what the
-writers do. One JSON document a scheduler, written anew every second. Without the variable nothing happens.
+forward pass and of it in the capture (``on_logits``), counts how often the device had run dry by then, and sums what
+the writers do. One JSON document a scheduler, written anew every second. Without the variable nothing happens.
 """
 
 import json

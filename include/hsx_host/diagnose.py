@@ -8,7 +8,6 @@ transformers and tells which layer each plane really holds; it loads the whole m
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hsx_host.checksum import crc32
 from hsx_host.converted import Collection
 from hsx_host.errors import BadInput
 from hsx_host.head import widen
@@ -41,7 +41,7 @@ def ids(one: Collection, given: ShardInput) -> dict[int, str]:
         if line is None:
             continue
         known = line.crc32.get("input_ids", line.crc32.get("token_ids"))
-        if known == zlib.crc32(np.ascontiguousarray(sample.ids, dtype="<i8").tobytes()):
+        if known == crc32(np.ascontiguousarray(sample.ids, dtype="<i8").tobytes()):
             continue
         try:
             there = one.form.load(one.base / line.file, one.shape)["input_ids"].numpy()

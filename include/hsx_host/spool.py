@@ -54,7 +54,8 @@ class CaptureRequest:
 
 @dataclass(frozen=True)
 class PlaneRecord:
-    """What the plugin wrote of one plane. ``crc32`` runs over the plane's rows in row order."""
+    """What the plugin wrote of one plane. ``crc32`` runs over the plane's rows in row order; planes that lie side by
+    side in each row have one together, over the rows as the file has them, which stands at each of them."""
 
     name: str
     crc32: int

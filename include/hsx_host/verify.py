@@ -149,7 +149,7 @@ def check(
     progress = Progress("verify", len(lines))
     tokens = size = 0
     damaged: dict[int, str] = {}
-    with ThreadPoolExecutor(_READERS) as pool:  # zlib and reads release the interpreter's lock
+    with ThreadPoolExecutor(_READERS) as pool:  # checksums and reads release the interpreter's lock
         results = pool.map(lambda line: converted.file_wrong(dataset, line, form, shape, deep), lines)
         for done, (line, why) in enumerate(zip(lines, results, strict=True), start=1):
             if why:

@@ -72,7 +72,8 @@ class Format(Protocol):
     def complete(self, path: Path, crcs: dict[str, int], shape: Shape) -> dict[str, int]:
         """After the capture: put checksums where the format keeps them; the crc32 by data record, for the manifest.
 
-        :param crcs: by plane, ``input_ids`` and ``loss_mask``.
+        :param crcs: of ``input_ids``, ``loss_mask`` and each plane; of planes that lie side by side in each row, the
+            one that they have together stands at each of them.
         """
 
     def check(self, path: Path, tokens: int, shape: Shape) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hsx_host.checksum import crc32
 from hsx_host.formats import Laid, Shape
 from hsx_host.spool import Plane
 
@@ -71,17 +71,10 @@ def write_ids_and_mask(
         if field.is_text:
             data = np.ascontiguousarray(ids if field.holds == ("input_ids",) else mask, dtype="<i8").tobytes()
             os.pwrite(fd, data, offset)
-            crcs[field.holds[0]] = zlib.crc32(data)
+            crcs[field.holds[0]] = crc32(data)
         else:
             places |= planes(field, offset, shape)
     return Laid(bytes=size, planes=[places[name] for name in shape.planes], crcs=crcs)
-
-
-def checksum(field: Field, path: Path, place: tuple[int, int], crcs: Mapping[str, int]) -> int:
-    """The crc32 of a filled field. ``place``: its offset and bytes; ``crcs``: of ids, mask and each plane alone."""
-    if len(field.holds) == 1:
-        return crcs[field.holds[0]]
-    return crc_of(path, *place)  # planes side by side: their own checksums don't make the record's
 
 
 def planes_of(fields: Iterable[Field], places: Mapping[str, tuple[int, int]], shape: Shape) -> list[Plane]:
@@ -122,7 +115,7 @@ def crc_of(path: Path, offset: int, length: int) -> int:
     fd = os.open(path, os.O_RDONLY)
     try:
         for at in range(offset, offset + length, _PIECE):
-            crc = zlib.crc32(os.pread(fd, min(_PIECE, offset + length - at), at), crc)
+            crc = crc32(os.pread(fd, min(_PIECE, offset + length - at), at), crc)
     finally:
         os.close(fd)
     return crc

@@ -55,7 +55,8 @@ def records(path: Path) -> dict[str, Record]:
 def set_crcs(path: Path, known: dict[str, Record], crcs: dict[str, int]) -> None:
     """Write the crc32 of records (by name) into their data descriptors and the central directory.
 
-    ``known`` is what ``records`` found. The local header's field stays 0: PyTorch's records say by flag bit 3 that the checksum follows the data.
+    ``known`` is what ``records`` found. The local header's field stays 0: PyTorch's records say by flag bit 3 that the
+    checksum follows the data.
     """
     fd = os.open(path, os.O_WRONLY)
     try:

@@ -16,10 +16,12 @@ ROOMS = {
     "plugins/hsx_operators": {"airflow", "paramiko", "asyncssh", "pydantic", "pydantic_core", "yaml", "croniter",
                               "hsx_operators", "hsx_host"},
     "plugins/hsx_page": {"airflow", "fastapi", "sqlalchemy", "hsx_operators", "hsx_page"},
-    "include/hsx_host": {"requests", "numpy", "safetensors", "torch", "psutil", "xxhash", "hsx_host", *LAZY},
+    "include/hsx_host": {"requests", "urllib3", "numpy", "safetensors", "torch", "psutil", "xxhash", "isal", "hsx_host",
+                         *LAZY},
     "include/hsx_train": {"torch", "numpy", "transformers", "speculators"},
-    # numpy to psutil: what torch and SGLang bring with them; nothing is installed for the patches
-    "include/patches": {"torch", "sglang", "numpy", "safetensors", "packaging", "psutil", "hsx_capture", "hsx_cpu"},
+    # numpy to psutil: what torch and SGLang bring with them; nothing is installed for the patches; isal may be there
+    "include/patches": {"torch", "sglang", "numpy", "safetensors", "packaging", "psutil", "isal", "hsx_capture",
+                        "hsx_cpu"},
 }  # fmt: skip
 
 

@@ -89,7 +89,10 @@ def states(tokens: int, seed: int = 0) -> list[torch.Tensor]:
 
 
 def fill(path: Path, laid: formats.Laid, planes: list[torch.Tensor]) -> dict[str, int]:
-    """What the capture plugin does: put rows in their places (last first, to show that order does not matter)."""
+    """What the capture plugin does: put rows in their places (last first, to show that order does not matter).
+
+    Planes that lie side by side have one checksum together.
+    """
     import os
     import zlib
 
@@ -100,7 +103,12 @@ def fill(path: Path, laid: formats.Laid, planes: list[torch.Tensor]) -> dict[str
         size = len(data) // len(tensor)
         for row in reversed(range(len(tensor))):
             os.pwrite(fd, data[row * size : (row + 1) * size], plane.offset + row * plane.row_stride)
-        crcs[plane.name] = zlib.crc32(data)
+        beside = [
+            other.view(torch.int16)
+            for place, other in zip(laid.planes, planes, strict=True)
+            if plane.row_stride > size and place.row_stride == plane.row_stride
+        ]
+        crcs[plane.name] = zlib.crc32(torch.cat(beside, 1).numpy().tobytes() if beside else data)
     os.close(fd)
     return crcs
 

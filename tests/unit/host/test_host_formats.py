@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from hsx_host import fill, formats
+from hsx_host import converted, fill, formats
 from hsx_host.errors import BadInput
 from hsx_host.formats import Shape, specforge
 from hsx_host.formats import speculators_v1 as v1
 from hsx_host.layouts.torchzip import records
+from hsx_host.manifest import Published
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 31, 32, 33, 255, 256, 257])
@@ -91,6 +92,29 @@ def test_a_zip_tool_that_reads_data_descriptors_agrees(tmp_path: Path) -> None:
             behind = info.header_offset + 30 + names + extra + info.file_size
             assert data[behind : behind + 4] == b"PK\7\10"
             assert int.from_bytes(data[behind + 4 : behind + 8], "little") == info.CRC
+
+
+@pytest.mark.parametrize("name", formats.names())
+@pytest.mark.parametrize("tokens", [1, 19])
+def test_checksums_are_of_what_was_captured_not_of_what_the_file_holds(tmp_path: Path, name: str, tokens: int) -> None:
+    """A byte that goes wrong between the capture and the end of the sample is seen by whoever reads the file."""
+    form = formats.get(name)
+    ids, mask = np.arange(tokens, dtype=np.int32), np.ones(tokens, np.uint8)
+    for spoiled in [None, *range(len(h.PLANES))]:
+        path = tmp_path / f"{spoiled}.part"
+        laid = form.lay_out(path, ids, mask, h.SHAPE)
+        crcs = h.fill(path, laid, h.states(tokens))
+        if spoiled is not None:
+            plane = laid.planes[spoiled]
+            with path.open("r+b") as f:
+                f.seek(plane.offset + (tokens - 1) * plane.row_stride + 5)
+                byte = f.read(1)[0]
+                f.seek(-1, 1)
+                f.write(bytes([byte ^ 16]))
+        known = form.complete(path, crcs, h.SHAPE)
+        line = Published(0, tokens, path.name, laid.bytes, "0" * 32, known, 1, "hsx-1", 1.0)
+        why = converted.file_wrong(tmp_path, line, form, h.SHAPE, True)
+        assert ("does not match its checksum" in why) == (spoiled is not None), (spoiled, why)
 
 
 def test_laid_out_file_is_sparse(tmp_path: Path) -> None:

@@ -6,21 +6,22 @@ which the scheduler only reads.
 
 from __future__ import annotations
 
-import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from hsx_capture.checksum import crc32
 from hsx_capture.layout import Block, blocks
 from hsx_capture.spec import CaptureRecord, CaptureRequest, PlaneRecord
 
 
 @dataclass
 class Progress:
-    """What a writer has written so far, in row order; a restart begins a new one."""
+    """What a writer has written so far, in row order; a restart begins a new one. ``crc32`` is by block."""
 
-    planes: int
+    blocks: Sequence[Block]
     rows: int = 0
     bytes: int = 0
     chunks: int = 0
@@ -30,11 +31,11 @@ class Progress:
     high: Any = None
 
     def __post_init__(self) -> None:
-        self.crc32 = [0] * self.planes
+        self.crc32 = [0] * len(self.blocks)
 
     def see_ids(self, ids: np.ndarray[Any, Any]) -> None:
         """Go on with the CRC-32 of the ids as little-endian int64."""
-        self.ids_crc32 = zlib.crc32(ids.astype("<i8", copy=False), self.ids_crc32)
+        self.ids_crc32 = crc32(ids.astype("<i8", copy=False), self.ids_crc32)
 
     def see_stats(self, stats: np.ndarray[Any, Any]) -> None:
         """Fold in the least and greatest value of each row, [2, rows, planes]; NaN stays."""
@@ -49,8 +50,9 @@ class Progress:
         finite = np.isfinite(self.low) & np.isfinite(self.high)
         constant = self.low == self.high
         zero = constant & (self.low == 0)
+        crcs = [crc for crc, block in zip(self.crc32, self.blocks, strict=True) for _ in range(block.planes)]
         return [
-            PlaneRecord(name, self.crc32[i], bool(finite[i]), bool(zero[i]), bool(constant[i]))
+            PlaneRecord(name, crcs[i], bool(finite[i]), bool(zero[i]), bool(constant[i]))
             for i, name in enumerate(names)
         ]
 
@@ -86,6 +88,6 @@ class Sample:
 
     def record(self, error: str = "") -> CaptureRecord:
         """The answer, as far as this sample has come."""
-        p = self.progress or Progress(0)
+        p = self.progress or Progress(())
         names = [plane.name for plane in self.request.planes] if self.request else []
         return CaptureRecord(self.rid, p.rows, p.bytes, p.chunks, p.ids_crc32, p.plane_records(names), error)

@@ -60,7 +60,7 @@ class Seams:
     def _arm(self, wanted: spec.CaptureSpec, runner: Any, facts: dict[str, Any]) -> None:
         import torch
 
-        from hsx_capture import model
+        from hsx_capture import checksum, model
         from hsx_capture.collect import Collector
         from hsx_capture.ring import Ring
         from hsx_capture.writer import Writers
@@ -101,6 +101,7 @@ class Seams:
         seams["norm.forward"] = "hooked"
         _save_norm(target.inner.norm.weight, target.norm_eps, Path(wanted.spool))
         seams["writer"] = f"this rank, {ring.slot_rows} rows a slot"
+        seams["checksum"] = f"CRC-32 of {checksum.SOURCE}"
         self._collector = collector
 
     def _prove_logits_hook(self, processor: Any) -> str:

@@ -68,7 +68,8 @@ class CaptureRequest:
 
 @dataclass(frozen=True)
 class PlaneRecord:
-    """What was written of one plane; the CRC runs over its rows in row order."""
+    """What was written of one plane. The CRC runs over the rows of its block, in the order of the file: planes that lie
+    side by side in each row have one CRC together, which stands at each of them."""
 
     name: str
     crc32: int

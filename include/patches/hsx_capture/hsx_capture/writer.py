@@ -1,7 +1,7 @@
 """Writer threads: from a slot of the ring into the sample's file, and its record at the end.
 
 A sample always goes to the same writer, so that its chunks stay in order and its CRCs can run on. The threads spend
-their time in ``os.pwrite`` and ``zlib.crc32``, which release the interpreter's lock. Nothing raised here leaves the
+their time in ``os.pwrite`` and CRC-32, which release the interpreter's lock. Nothing raised here leaves the
 thread: it becomes the ``error`` of the sample's record.
 """
 
@@ -11,7 +11,6 @@ import logging
 import os
 import queue
 import threading
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from hsx_capture import spec
+from hsx_capture.checksum import crc32
 from hsx_capture.layout import Block, file_bytes
 from hsx_capture.ring import Slot
 from hsx_capture.sample import Progress, Sample
@@ -64,7 +64,7 @@ class Writers:
 
     def put(self, job: Chunk | Failure) -> None:
         """Hand a job to its sample's writer; never waits (the ring bounds what is under way)."""
-        self._queues[zlib.crc32(job.sample.rid.encode()) % len(self._queues)].put(job)
+        self._queues[crc32(job.sample.rid.encode()) % len(self._queues)].put(job)
 
     def close(self) -> None:
         """Let the threads finish what is queued, and end them."""
@@ -108,7 +108,7 @@ class Writers:
         assert request is not None
         chunk.slot.wait()
         if chunk.first_row == 0:
-            sample.progress = Progress(len(request.planes))
+            sample.progress = Progress(sample.blocks)
         progress = sample.progress
         if progress is None or progress.rows != chunk.first_row:
             raise RuntimeError(f"rows from {chunk.first_row} came out of order")
@@ -119,7 +119,9 @@ class Writers:
             if size < needed:
                 raise ValueError(f"CaptureRequest.path: {request.path} has {size} bytes, the row map needs {needed}")
             for i, block in enumerate(sample.blocks):
-                self._write_block(fd, block, chunk.slot.block(i, self._row_bytes)[rows], chunk.first_row, progress)
+                data = chunk.slot.block(i, self._row_bytes)[rows]
+                progress.crc32[i] = self._write_block(fd, block, data, chunk.first_row, progress.crc32[i])
+                progress.bytes += data.nbytes
         finally:
             os.close(fd)
         progress.see_ids(chunk.slot.ids()[rows])
@@ -136,24 +138,20 @@ class Writers:
                     f"CaptureRequest.ids_crc32 says {request.ids_crc32}",
                 )
 
-    def _write_block(
-        self, fd: int, block: Block, data: np.ndarray[Any, Any], first_row: int, progress: Progress
-    ) -> None:
-        """Write ``data``, uint8 [rows, planes, row_bytes], to the block's rows from ``first_row`` on."""
+    def _write_block(self, fd: int, block: Block, data: np.ndarray[Any, Any], first_row: int, crc: int) -> int:
+        """Write ``data``, uint8 [rows, planes, row_bytes], to rows from ``first_row`` of the block; the CRC so far."""
         width = block.planes * self._row_bytes
         step = max(1, _PIECE // width)
         for r in range(0, len(data), step):
-            piece = data[r : r + step]
+            piece = data[r : r + step].reshape(-1)
             at = block.offset + (first_row + r) * block.row_stride
             if block.row_stride == width:
-                _pwrite(fd, memoryview(piece.reshape(-1)), at)
+                _pwrite(fd, memoryview(piece), at)
             else:
-                for j in range(len(piece)):
-                    _pwrite(fd, memoryview(piece[j].reshape(-1)), at + j * block.row_stride)
-            for p in range(block.planes):
-                plane = np.ascontiguousarray(piece[:, p])
-                progress.crc32[block.first + p] = zlib.crc32(plane, progress.crc32[block.first + p])
-        progress.bytes += data.nbytes
+                for j in range(0, len(piece), width):
+                    _pwrite(fd, memoryview(piece[j : j + width]), at + j // width * block.row_stride)
+            crc = crc32(piece, crc)
+        return crc
 
 
 def _pwrite(fd: int, data: memoryview, offset: int) -> None:

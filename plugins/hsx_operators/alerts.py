@@ -14,7 +14,7 @@ from airflow.sdk.definitions.callback import AsyncCallback
 from airflow.sdk.definitions.deadline import DeadlineAlert, DeadlineReference
 
 from hsx_operators.base import run_key
-from hsx_operators.errors import HostTryAgain
+from hsx_operators.errors import HostHeld, HostTryAgain
 from hsx_operators.profile import load_profile
 from hsx_operators.unattended import Alerts, Event
 
@@ -68,7 +68,7 @@ class ProductionAlarm:
 
     def __call__(self, context: Context) -> None:
         error, task, ti = context.get("exception"), context["task"], context["ti"]
-        if self.first_try and not (isinstance(error, HostTryAgain) and _tries_used(context) == 1):
+        if self.first_try and not (_not_back(error) and _tries_used(context) == 1):
             return
         key = run_key(getattr(task, "on", ""))
         host = ti.xcom_pull(task_ids=getattr(task, "plan_task_id", "plan"), key=key)
@@ -84,6 +84,11 @@ class ProductionAlarm:
         )
         log.critical("%s", text)
         tell(context, "production_not_restored", text)
+
+
+def _not_back(error: object) -> bool:
+    """Whether it is the host that says so, and not because another run has it now."""
+    return isinstance(error, HostTryAgain) and not isinstance(error, HostHeld)
 
 
 def _tries_used(context: Context) -> int:

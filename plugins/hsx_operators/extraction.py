@@ -138,6 +138,10 @@ class VerifyDatasetOperator(HostVerbOperator):
         late = ["--window-ended"] if window.ended(context, self.host_of(context)) else []
         return ["verify", *late, *(word for shard in self.shards or [] for word in ("--shard", str(shard["id"])))]
 
+    def allowed_retries(self, error: errors.HsxOperatorError, host: dict[str, Any]) -> int | None:
+        """What is missing from the data set is still missing at the next try, and production waits for this one."""
+        return 0 if isinstance(error, errors.HostTryAgain) and error.field == "manifest.jsonl" else None
+
     def result(self, document: c.VerifyReport, host: dict[str, Any], context: Context) -> Any:
         """A report that isn't ok fails the task and names the problems."""
         for problem in document.problems:

@@ -14,7 +14,7 @@ from fleet_profile import body, dag_bag, write
 
 from hsx_host import contract as c
 from hsx_operators import alerts
-from hsx_operators.errors import HostRefused, HostTryAgain, HostUnreachable, ProfileError
+from hsx_operators.errors import HostHeld, HostRefused, HostTryAgain, HostUnreachable, ProfileError
 from hsx_operators.profile import parse_hosts
 from hsx_operators.shapes import shape
 from hsx_operators.unattended import Alerts
@@ -95,6 +95,7 @@ def test_production_that_is_not_back_is_told_with_what_to_do(tmp_path: Path, tol
     [
         (DOWN, 8, True),  # the first of seven after a clear: three starts have failed, that is minutes to hours
         (DOWN, 9, False),
+        (HostHeld("restore", c.ErrorDoc("again", "held by run x", "lease")), 8, False),  # its run gives it back
         (HostUnreachable("no SSH"), 8, False),  # may pass with the next try
     ],
 )

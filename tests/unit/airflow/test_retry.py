@@ -12,6 +12,7 @@ from airflow.sdk import RetryAction
 from hsx_host.contract import ErrorDoc
 from hsx_operators import errors as e
 from hsx_operators.base import HostVerbOperator
+from hsx_operators.extraction import VerifyDatasetOperator
 from hsx_operators.retry import HostRetryPolicy
 
 DOC = ErrorDoc(kind="again", message="m")
@@ -88,3 +89,13 @@ def test_bad_input_fails_whatever_the_profile_allows() -> None:
     error = e.HostBadInput("v", DOC)
     error.allowed_retries = 3
     assert decide(error).action is RetryAction.FAIL
+
+
+def test_samples_that_are_missing_are_not_verified_again() -> None:
+    """Production waits for ``verify``, and no try of it makes a sample."""
+    verify = VerifyDatasetOperator(task_id="verify")
+    missing = e.HostTryAgain("verify", ErrorDoc("again", "41 are missing", "manifest.jsonl"))
+    busy = e.HostTryAgain("verify", ErrorDoc("again", "another process is busy", "lock"))
+    assert [verify.allowed_retries(error, {}) for error in (missing, busy)] == [0, None]
+    missing.allowed_retries = 0
+    assert decide(missing).action is RetryAction.FAIL

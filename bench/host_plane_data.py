@@ -200,7 +200,7 @@ class Published(Planned):
                 with path.open("r+b") as f:
                     for place in laid.planes:
                         os.pwrite(f.fileno(), plane, place.offset)
-                v1.complete(path, crcs, shape)
+                v1.complete(path, laid, crcs, shape)
             name = f"{v1.FOLDER}/{path.name}"
             lines.append(
                 manifest.Published(one.row, tokens, name, laid.bytes, one.hash.hex(), crcs, 1, f"hsx-{i}", time.time())

@@ -22,13 +22,13 @@ from typing import Any, NoReturn
 import urllib3
 
 from hsx_host import capture_server
+from hsx_host.arrivals import Arrivals
 from hsx_host.contract import ContractError, RunSpec, decode, encode
 from hsx_host.dataset import Sample
 from hsx_host.errors import Refused, TryAgain
 from hsx_host.formats import Format, Laid, Shape
 from hsx_host.spool import CaptureRecord, CaptureRequest
 
-_POLL_FIRST_S, _POLL_MOST_S = 0.001, 0.05
 _GONE_AFTER_S = 3.0  # a killed server's main process may outlive its sockets by a moment
 
 
@@ -105,6 +105,7 @@ class Client:
         self._address = (parts.hostname or "", parts.port or 80)
         self._pool = urllib3.connection_from_url(engine.url, maxsize=concurrency, retries=False)
         self._flying: set[str] = set()
+        self._records = Arrivals(engine.spool)
         self._prefix = f"hsx-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}-"
         folder.mkdir(parents=True, exist_ok=True)
         self.withdraw()
@@ -125,7 +126,7 @@ class Client:
             answer = self._generate(rid, sample)
             record = self._record(rid, deadline)
             captured = self._check(path, sample, laid, answer, record)
-            return replace(captured, crc32=self._form.complete(path, captured.crc32, self._shape))
+            return replace(captured, crc32=self._form.complete(path, laid, captured.crc32, self._shape))
         except BaseException as e:
             path.unlink(missing_ok=True)
             if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -154,11 +155,11 @@ class Client:
             self._drop(rid)
 
     def _lay_out(self, path: Path, sample: Sample) -> Laid:
-        needed = self._form.file_bytes(len(sample.ids), self._shape)
+        laid = self._form.lay_out(path, sample.ids, sample.mask, self._shape)
         disk = os.statvfs(self._folder)
-        if disk.f_bavail * disk.f_frsize < needed:  # the file is sparse: the plugin would be the one to run out
-            raise NoSpace(f"{disk.f_bavail * disk.f_frsize} bytes are free, the next sample needs {needed}")
-        return self._form.lay_out(path, sample.ids, sample.mask, self._shape)
+        if disk.f_bavail * disk.f_frsize < laid.bytes:  # the file is sparse: the plugin would be the one to run out
+            raise NoSpace(f"{disk.f_bavail * disk.f_frsize} bytes are free, the next sample needs {laid.bytes}")
+        return laid
 
     def _generate(self, rid: str, sample: Sample) -> dict[str, Any]:
         body = {
@@ -207,23 +208,15 @@ class Client:
 
     def _record(self, rid: str, deadline: float) -> CaptureRecord:
         """Wait for the plugin's record: its writers finish a little behind the answer."""
-        file = self._engine.spool / f"{rid}.done.json"
-        wait, checked = _POLL_FIRST_S, time.monotonic()
-        while True:
-            try:
-                return decode(CaptureRecord, file.read_bytes())
-            except FileNotFoundError:
-                pass
-            except ContractError as e:
-                raise SampleFault(f"the plugin's record does not fit: {e}") from None
-            now = time.monotonic()
-            if now > deadline:
+        name = f"{rid}.done.json"
+        while not self._records.wait(name, min(1.0, max(0.0, deadline - time.monotonic()))):
+            self._gone("waiting for the plugin's record")
+            if time.monotonic() > deadline:
                 raise SampleFault(f"the server answered, the plugin wrote no record in {self._timeout_s:.0f} s")
-            if now - checked > 1:
-                checked = now
-                self._gone("waiting for the plugin's record")
-            time.sleep(wait)
-            wait = min(wait * 1.5, _POLL_MOST_S)
+        try:
+            return decode(CaptureRecord, (self._engine.spool / name).read_bytes())
+        except ContractError as e:
+            raise SampleFault(f"the plugin's record does not fit: {e}") from None
 
     def _check(self, path: Path, sample: Sample, laid: Laid, answer: dict[str, Any], record: CaptureRecord) -> Captured:
         meta, sent = answer["meta_info"], len(sample.ids)

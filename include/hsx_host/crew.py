@@ -1,7 +1,8 @@
 """The threads that ask for a shard's samples, several in flight, and publish what is whole.
 
 A sample is published by fsync, rename and a synced line in the manifest, in that order, so that a crash at any moment
-loses at most what was in flight. What fails is tried again, then gets its line in the failures.
+loses at most what was in flight. Whatever waits to be published goes together: one sync of the folder and one of the
+manifest serve all of it. What fails is tried again, then gets its line in the failures.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from hsx_host.progress import Progress, log
 from hsx_host.shards import ShardFiles, ShardInput, sync_folder
 
 _STOP_WAIT_S = 15.0
+Whole = tuple[Path, Published, int]  # an unpublished file, its line for the manifest, the sample's position
 
 
 class Crew:
@@ -46,11 +48,14 @@ class Crew:
     ) -> None:
         self._enough = enough
         self._client, self._form, self._input, self._tries_allowed = client, form, given, tries
-        self._folder: Path = files.dataset / form.FOLDER
+        self._files = files
         self._manifest: Ledger[Published] = Ledger(files.manifest)
         self._failures: Ledger[Failed] = Ledger(files.failures)
         self._progress = Progress("extract", left)
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # something is to do again, or nothing is left, or stop
+        self._publishing = threading.Lock()  # taken before the other one
+        self._whole: queue.SimpleQueue[Whole | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()  # one entry a thread
         self._todo: deque[int] = deque()
@@ -73,18 +78,22 @@ class Crew:
         """
         self._todo, self._phase_left = deque(todo), len(todo)
         threads = [threading.Thread(target=self._worker, daemon=True) for _ in range(max(1, min(count, len(todo))))]
+        publisher = threading.Thread(target=self._publisher, daemon=True)
         try:
-            for thread in threads:
+            for thread in (*threads, publisher):
                 thread.start()
             self._watch(len(threads))
+            self._whole.put(None)
+            self._watch(1)
         except BaseException:
-            self._stop.set()
+            self._halt()
+            self._whole.put(None)
             raise
         finally:
             if any(t.is_alive() for t in threads):
                 self._client.abort()
             end = time.monotonic() + _STOP_WAIT_S
-            for thread in threads:
+            for thread in (*threads, publisher):
                 thread.join(max(0.0, end - time.monotonic()))
 
     def fail(self, i: int, reason: str, tries: int) -> None:
@@ -94,11 +103,15 @@ class Crew:
         self.failed[line.index] = line
 
     def close(self) -> None:
-        """Nothing is appended any more once this returns: the threads look at ``_stop`` under the lock."""
-        with self._lock:
+        """Nothing is appended any more once this returns: the threads look at ``_stop`` under their locks."""
+        self._halt()
+        self._manifest.close()
+        self._failures.close()
+
+    def _halt(self) -> None:
+        with self._publishing, self._lock:
             self._stop.set()
-            self._manifest.close()
-            self._failures.close()
+            self._changed.notify_all()
 
     def _watch(self, threads: int) -> None:
         """Until every thread has ended: tell progress. The first error of a thread that is no sample's ends all."""
@@ -112,8 +125,7 @@ class Crew:
                     continue
                 error = ServerGone("the extraction server is gone: a process of it has ended")
             if error is not None:
-                with self._lock:
-                    self._stop.set()
+                self._halt()
                 raise error
         self._tell()
 
@@ -124,20 +136,22 @@ class Crew:
 
     def _worker(self) -> None:
         try:
-            while not self._stop.is_set():
-                with self._lock:
-                    if not self._phase_left or self._enough():
-                        break
-                    i = self._todo.popleft() if self._todo else None
-                    if i is not None:
-                        self.flying.add(i)
-                if i is None:  # others' samples may still come back for another try
-                    self._stop.wait(0.05)
-                    continue
+            while (i := self._next()) is not None:
                 self._one(i)
             self._ended.put(None)
         except Exception as e:
             self._ended.put(e)
+
+    def _next(self) -> int | None:
+        """A sample to ask for; waits while others' samples may still come back for another try."""
+        with self._lock:
+            while self._phase_left and not self._stop.is_set() and not self._enough():
+                if self._todo:
+                    i = self._todo.popleft()
+                    self.flying.add(i)
+                    return i
+                self._changed.wait(1)
+        return None
 
     def _one(self, i: int) -> None:
         sample = self._input.sample(i)
@@ -146,7 +160,7 @@ class Crew:
         except SampleFault as fault:
             self._faulty(i, sample, fault)
             return
-        self._publish(i, sample, captured)
+        self._whole.put((captured.path, self._line(sample, captured), i))
 
     def _faulty(self, i: int, sample: Sample, fault: SampleFault) -> None:
         with self._lock:
@@ -157,6 +171,7 @@ class Crew:
             if not fault.final and tries < self._tries_allowed:
                 log(f"row {sample.row}, try {tries} of {self._tries_allowed}: {fault.reason}")
                 self._todo.append(i)
+                self._changed.notify()
                 return
             self.fail(i, fault.reason, tries)
             self._settle()
@@ -164,47 +179,70 @@ class Crew:
     def _settle(self) -> None:
         self.left -= 1
         self._phase_left -= 1
+        if not self._phase_left:
+            self._changed.notify_all()
 
-    def _publish(self, i: int, sample: Sample, captured: Captured) -> None:
-        """Data first, then its name, then the manifest."""
-        name = self._form.file_name(sample.row)
+    def _line(self, sample: Sample, captured: Captured) -> Published:
+        """The manifest's line of a sample whose data is on the disk from here on."""
+        fd = os.open(captured.path, os.O_RDONLY)
         try:
-            fd = os.open(captured.path, os.O_RDONLY)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        return Published(
+            index=sample.row,
+            tokens=len(sample.ids),
+            file=f"{self._form.FOLDER}/{self._form.file_name(sample.row)}",
+            bytes=captured.bytes,
+            ids_hash=sample.hash.hex(),
+            crc32=captured.crc32,
+            next_token=captured.next_token,
+            rid=captured.rid,
+            time=time.time(),
+        )
+
+    def _publisher(self) -> None:
+        """Publish what is whole, as much at a time as has come meanwhile, until the queue's end."""
+        more = True
+        while more:
+            batch = [self._whole.get()]
+            while not self._whole.empty():
+                batch.append(self._whole.get())
+            more = None not in batch
             try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            line = Published(
-                index=sample.row,
-                tokens=len(sample.ids),
-                file=f"{self._form.FOLDER}/{name}",
-                bytes=captured.bytes,
-                ids_hash=sample.hash.hex(),
-                crc32=captured.crc32,
-                next_token=captured.next_token,
-                rid=captured.rid,
-                time=time.time(),
-            )
+                self._publish([whole for whole in batch if whole is not None])
+            except Exception as e:
+                full = isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT)
+                self._ended.put(NoSpace(str(e)) if full else e)
+                return
+        self._ended.put(None)
+
+    def _publish(self, batch: list[Whole]) -> None:
+        """Names, then lines: no line, no file. What has a final name is in the manifest, or goes again."""
+        with self._publishing:
+            if self._stop.is_set():
+                for path, _, _ in batch:
+                    path.unlink(missing_ok=True)
+                return
+            named: list[Path] = []
+            try:
+                for path, line, _ in batch:
+                    final = self._files.dataset / line.file
+                    final.parent.mkdir(parents=True, exist_ok=True)
+                    path.replace(final)
+                    named.append(final)
+                for folder in {final.parent for final in named}:
+                    sync_folder(folder)
+                self._manifest.append(*(line for _, line, _ in batch))
+            except OSError:
+                for final in named:
+                    final.unlink(missing_ok=True)
+                raise
             with self._lock:
-                if self._stop.is_set():
-                    captured.path.unlink(missing_ok=True)
-                    return
-                self.flying.discard(i)
-                path = self._folder / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                captured.path.replace(path)
-                try:
-                    sync_folder(path.parent)
-                    self._manifest.append(line)
-                except OSError:
-                    path.unlink(missing_ok=True)  # no line, no file: what has a final name is in the manifest
-                    raise
-                self.published[sample.row] = line
-                self._settle()
-        except OSError as e:
-            if e.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise NoSpace(str(e)) from None
-            raise
+                for _, line, i in batch:
+                    self.flying.discard(i)
+                    self.published[line.index] = line
+                    self._settle()
 
 
 def failed_line(sample: Sample, reason: str, tries: int) -> Failed:

@@ -42,7 +42,7 @@ def write_sample(form: Format, path: Path, sample: dict[str, Any], shape: Shape)
                 there[:] = rows[place.name]
             whole.flush()
             del whole
-        records = form.complete(temporary, crcs, shape)
+        records = form.complete(temporary, laid, crcs, shape)
         with temporary.open("rb") as f:
             os.fsync(f.fileno())
         temporary.replace(path)

@@ -65,9 +65,9 @@ class Ledger(Generic[Line]):
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
-    def append(self, line: Line) -> None:
-        """Write one line and make it last. A line that could not be written whole (ENOSPC) is cut off again."""
-        data = (encode(line) + "\n").encode()
+    def append(self, *lines: Line) -> None:
+        """Write lines and make them last, all or none: what could not be written whole (ENOSPC) is cut off again."""
+        data = "".join(encode(line) + "\n" for line in lines).encode()
         size = os.fstat(self._fd).st_size
         try:
             while data:

@@ -33,11 +33,14 @@ class Laid:
     """A file laid out and not yet filled: where rows go, its final size in bytes, and crc32 of ids and mask.
 
     ``crcs`` has ``input_ids`` and ``loss_mask``, both as little-endian int64.
+    ``crc_at``: where the file wants each record's crc32 (4 bytes, little-endian), for ``complete``.
     """
 
     bytes: int
     planes: list[Plane]
     crcs: dict[str, int]
+    tokens: int
+    crc_at: dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -69,9 +72,10 @@ class Format(Protocol):
     def lay_out(self, path: Path, ids: NDArray[Any], mask: NDArray[Any], shape: Shape) -> Laid:
         """Write everything but the hidden states, and leave holes of the exact size for them."""
 
-    def complete(self, path: Path, crcs: dict[str, int], shape: Shape) -> dict[str, int]:
+    def complete(self, path: Path, made: Laid, crcs: dict[str, int], shape: Shape) -> dict[str, int]:
         """After the capture: put checksums where the format keeps them; the crc32 by data record, for the manifest.
 
+        :param made: what ``lay_out`` answered.
         :param crcs: of ``input_ids``, ``loss_mask`` and each plane; of planes that lie side by side in each row, the
             one that they have together stands at each of them.
         """

@@ -57,24 +57,34 @@ def mask(tokens: int) -> Field:
     return Field("loss_mask", (tokens,), "int64", ("loss_mask",))
 
 
-def write_ids_and_mask(
-    fd: int, placed: Iterable[tuple[Field, int]], size: int, ids: NDArray[Any], mask: NDArray[Any], shape: Shape
+def text(field: Field, ids: NDArray[Any], mask: NDArray[Any]) -> bytes:
+    """The data of ids or mask."""
+    data: bytes = np.ascontiguousarray(ids if field.holds == ("input_ids",) else mask, dtype="<i8").tobytes()
+    return data
+
+
+def laid(
+    placed: Iterable[tuple[Field, int]],
+    size: int,
+    texts: Mapping[str, bytes],
+    shape: Shape,
+    crc_at: Mapping[str, tuple[int, ...]],
 ) -> Laid:
-    """Write ids and mask into a file that is laid out; where its planes lie, and its checksums so far.
+    """What is known of a file that was laid out.
 
     :param placed: each field with its offset in the file; ``size``: the file's bytes.
-    :raises OSError: ENOSPC and the like.
+    :param texts: the data of ids and mask, by record.
     """
+    planes_at: dict[str, Plane] = {}
     crcs: dict[str, int] = {}
-    places: dict[str, Plane] = {}
+    tokens = 0
     for field, offset in placed:
         if field.is_text:
-            data = np.ascontiguousarray(ids if field.holds == ("input_ids",) else mask, dtype="<i8").tobytes()
-            os.pwrite(fd, data, offset)
-            crcs[field.holds[0]] = crc32(data)
+            crcs[field.holds[0]] = crc32(texts[field.record])
+            tokens = field.elements
         else:
-            places |= planes(field, offset, shape)
-    return Laid(bytes=size, planes=[places[name] for name in shape.planes], crcs=crcs)
+            planes_at |= planes(field, offset, shape)
+    return Laid(size, [planes_at[name] for name in shape.planes], crcs, tokens, dict(crc_at))
 
 
 def planes_of(fields: Iterable[Field], places: Mapping[str, tuple[int, int]], shape: Shape) -> list[Plane]:

@@ -18,7 +18,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from hsx_host.formats import Laid, Shape
-from hsx_host.layouts.fields import Field, as_sample, planes_of, split, write_ids_and_mask
+from hsx_host.layouts.fields import Field, as_sample, laid, planes_of, split, text
 from hsx_host.spool import Plane
 
 _ALIGN = 64
@@ -42,19 +42,22 @@ class SafetensorsFile:
         """Write a sparse file with everything but hidden states. ``path`` must not exist."""
         fields = self._fields(len(ids), shape)
         header = _header(fields, {})
+        texts = {field.record: text(field, ids, mask) for field in fields if field.is_text}
         *offsets, size = accumulate((f.bytes for f in fields), initial=len(header))
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             os.ftruncate(fd, size)
             os.pwrite(fd, header, 0)
-            return write_ids_and_mask(fd, zip(fields, offsets, strict=True), size, ids, mask, shape)
+            for field, offset in zip(fields, offsets, strict=True):
+                if field.is_text:
+                    os.pwrite(fd, texts[field.record], offset)
         finally:
             os.close(fd)
+        return laid(zip(fields, offsets, strict=True), size, texts, shape, {})
 
-    def complete(self, path: Path, crcs: dict[str, int], shape: Shape) -> dict[str, int]:
+    def complete(self, path: Path, made: Laid, crcs: dict[str, int], shape: Shape) -> dict[str, int]:
         """Write the records' checksums into the header, which keeps its length."""
-        _, _, tokens = _read_header(path)
-        fields = self._fields(tokens, shape)
+        fields = self._fields(made.tokens, shape)
         done = {f.record: crcs[f.holds[0]] for f in fields}
         fd = os.open(path, os.O_WRONLY)
         try:

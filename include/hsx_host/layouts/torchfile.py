@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from numpy.typing import NDArray
 
 from hsx_host.dataset import identity
 from hsx_host.formats import Laid, Shape
-from hsx_host.layouts.fields import Field, as_sample, planes_of, split, write_ids_and_mask
-from hsx_host.layouts.torchsave import Skeleton, Tensor, skeleton
-from hsx_host.layouts.torchzip import records, set_crcs
+from hsx_host.layouts import torchsave
+from hsx_host.layouts.fields import Field, as_sample, laid, planes_of, split, text
+from hsx_host.layouts.torchsave import Skeleton, Tensor
+from hsx_host.layouts.torchzip import records
 from hsx_host.spool import Plane
 
 IDENTITY = "\0identity"  # stands for the sample's identity in a body: 32 hex digits
@@ -39,20 +41,28 @@ class TorchFile:
         :raises OSError: ENOSPC and the like.
         """
         known = identity(ids.astype(np.int32), mask.astype(np.uint8)).hex()
-        laid = self._skeleton(len(ids), shape, known)
-        laid.write(path)
-        placed = zip(self._fields(len(ids), shape), laid.offsets, strict=True)
+        skeleton, fields = self._skeleton(len(ids), shape, known), self._fields(len(ids), shape)
+        placed = list(zip(fields, skeleton.offsets, strict=True))
+        texts = {field.record: text(field, ids, mask) for field in fields if field.is_text}
+        skeleton.write(path, {i: texts[field.record] for i, field in enumerate(fields) if field.is_text})
+        crc_at = {field.record: at for field, at in zip(fields, skeleton.crc_at, strict=True)}
+        return laid(placed, skeleton.size, texts, shape, crc_at)
+
+    def complete(self, path: Path, made: Laid, crcs: dict[str, int], shape: Shape) -> dict[str, int]:
+        """Put the records' checksums into the zip, so that any zip tool proves the file.
+
+        The local header's field stays 0: PyTorch's records say by flag bit 3 that the checksum follows the data.
+        """
+        fields = self._fields(made.tokens, shape)
+        done = {f.record: crcs[f.holds[0]] for f in fields}
         fd = os.open(path, os.O_WRONLY)
         try:
-            return write_ids_and_mask(fd, placed, laid.size, ids, mask, shape)
+            for field in fields:
+                if not field.is_text:
+                    for at in made.crc_at[field.record]:
+                        os.pwrite(fd, struct.pack("<I", done[field.record]), at)
         finally:
             os.close(fd)
-
-    def complete(self, path: Path, crcs: dict[str, int], shape: Shape) -> dict[str, int]:
-        """Put the records' checksums into the zip, so that any zip tool proves the file."""
-        keys = self._keys(shape)
-        done = {record: crcs[field.holds[0]] for record, (_, field) in keys.items()}
-        set_crcs(path, records(path), {keys[record][0]: crc for record, crc in done.items()})
         return done
 
     def check(self, path: Path, tokens: int, shape: Shape) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
@@ -114,7 +124,7 @@ class TorchFile:
             return Tensor(value.shape, value.dtype)
 
         body = self._body(tokens, shape)
-        return skeleton(
+        return torchsave.skeleton(
             {
                 key: one(v)
                 if isinstance(v, Field)

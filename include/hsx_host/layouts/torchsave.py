@@ -52,19 +52,36 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A file without its tensors' data: ``parts`` are (offset, bytes); tensor i's data goes to ``offsets[i]``."""
+    """A file without its tensors' data.
+
+    ``parts`` are (offset, bytes); tensor i's data goes to ``offsets[i]``, its crc32 to both places of ``crc_at[i]``.
+    """
 
     size: int
     offsets: list[int]
+    crc_at: list[tuple[int, int]]
     parts: list[tuple[int, bytes]]
 
-    def write(self, path: Path) -> None:
-        """Write a sparse file of the final size; ``path`` must not exist."""
+    def write(self, path: Path, known: Mapping[int, bytes]) -> None:
+        """Write a sparse file of the final size, in as few writes as it takes; ``path`` must not exist.
+
+        :param known: data of tensors that are known already, by number; their checksums are written too.
+        """
+        runs: list[tuple[int, bytearray]] = []
+        for offset, data in sorted([*self.parts, *((self.offsets[i], data) for i, data in known.items())]):
+            if runs and runs[-1][0] + len(runs[-1][1]) == offset:
+                runs[-1][1].extend(data)
+            else:
+                runs.append((offset, bytearray(data)))
+        for i, data in known.items():
+            for at in self.crc_at[i]:
+                start, run = next((start, run) for start, run in reversed(runs) if start <= at)
+                run[at - start : at - start + 4] = struct.pack("<I", zlib.crc32(data))
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             os.ftruncate(fd, self.size)
-            for offset, data in self.parts:
-                os.pwrite(fd, data, offset)
+            for offset, run in runs:
+                os.pwrite(fd, run, offset)
         finally:
             os.close(fd)
 
@@ -79,7 +96,7 @@ def skeleton(body: Mapping[str, Value]) -> Skeleton:
     records += [(f"data/{i}", tensor.bytes, None) for i, tensor in enumerate(tensors)]
     records.append(("version", 2, b"3\n"))
     parts: list[tuple[int, bytes]] = []
-    offsets, directory, at = [], [], 0
+    offsets, directory, descriptors, listed_bytes, at = [], [], [], 0, 0
     for name, size, data in records:
         full, crc = f"{_ARCHIVE}/{name}".encode(), zlib.crc32(data) if data is not None else 0
         pad = -(at + _LOCAL.size + len(full) + 4) % _ALIGN
@@ -88,9 +105,12 @@ def skeleton(body: Mapping[str, Value]) -> Skeleton:
         start = at + len(header)
         sizes = "<4sIQQ" if size >= _32 else "<4sIII"
         parts += [(at, header + (data or b"")), (start + size, struct.pack(sizes, b"PK\7\10", crc, size, size))]
-        directory.append(_entry(full, crc, size, at))
+        entry = _entry(full, crc, size, at)
         if data is None:
             offsets.append(start)
+            descriptors.append((start + size + 4, listed_bytes + 16))  # the second: within the directory
+        directory.append(entry)
+        listed_bytes += len(entry)
         at = start + size + struct.calcsize(sizes)
     listed = b"".join(directory)
     end64 = _END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, len(records), len(records), len(listed), at)
@@ -98,7 +118,8 @@ def skeleton(body: Mapping[str, Value]) -> Skeleton:
     end = _END.pack(b"PK\5\6", 0, 0, len(records), len(records), min(len(listed), _32), min(at, _32), 0)
     tail = listed + end64 + locator + end
     parts.append((at, tail))
-    return Skeleton(at + len(tail), offsets, parts)
+    crc_at = [(descriptor, at + entry_at) for descriptor, entry_at in descriptors]
+    return Skeleton(at + len(tail), offsets, crc_at, parts)
 
 
 def _entry(name: bytes, crc: int, size: int, at: int) -> bytes:

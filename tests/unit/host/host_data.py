@@ -117,8 +117,8 @@ def sample_file(path: Path, ids: Any, mask: Any, planes: list[torch.Tensor], for
     """A whole file as an extraction leaves it; its checksums."""
     ids, mask = np.asarray(ids, np.int32), np.asarray(mask, np.uint8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    crcs = fill(path, form.lay_out(path, ids, mask, SHAPE), planes)
-    found: dict[str, int] = form.complete(path, crcs, SHAPE)
+    laid = form.lay_out(path, ids, mask, SHAPE)
+    found: dict[str, int] = form.complete(path, laid, fill(path, laid, planes), SHAPE)
     return found
 
 

@@ -54,7 +54,7 @@ class StandIn:
             return status, {"error": "the stand-in refuses"}
         request = c.decode(CaptureRequest, (self.spool / f"{rid}.json").read_bytes())
         planes = self.states(ids)
-        crcs = h.fill(Path(request.path), formats.Laid(0, request.planes, {}), planes)
+        crcs = h.fill(Path(request.path), formats.Laid(0, request.planes, {}, len(ids), {}), planes)
         said = zlib.crc32(np.array(ids, "<i8").tobytes())
         record = CaptureRecord(
             rid, len(ids), 0, 1, said, [PlaneRecord(p.name, crcs[p.name], True, False, False) for p in request.planes]

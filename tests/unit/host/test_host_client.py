@@ -384,10 +384,10 @@ def test_a_full_disk_at_a_line_of_the_ledger_or_the_manifest(
     whole = Ledger.append
     for kind in (Failed, Published):
 
-        def full(self: Any, line: Any, kind: type = kind) -> None:
-            if isinstance(line, kind):
+        def full(self: Any, *lines: Any, kind: type = kind) -> None:
+            if isinstance(lines[0], kind):
                 raise OSError(errno.ENOSPC, "No space left on device")
-            whole(self, line)
+            whole(self, *lines)
 
         monkeypatch.setattr(Ledger, "append", full)
         with h.refuses(TryAgain, "host.output_root", "No space left", "which need"):

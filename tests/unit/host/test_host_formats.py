@@ -68,7 +68,7 @@ def test_files_beyond_four_gib_are_zip64(tmp_path: Path, tokens: int) -> None:
     path = tmp_path / "x.part"
     laid = v1.lay_out(path, np.zeros(tokens, np.int32), np.ones(tokens, np.uint8), shape)
     assert path.stat().st_size == laid.bytes > 1 << 32
-    v1.complete(path, laid.crcs | dict.fromkeys(shape.planes, 0), shape)
+    v1.complete(path, laid, laid.crcs | dict.fromkeys(shape.planes, 0), shape)
     crcs, places = v1.check(path, tokens, shape)
     assert {n: crcs[n] for n in laid.crcs} == laid.crcs
     assert [places[p.name][0] for p in laid.planes] == [p.offset for p in laid.planes]
@@ -111,7 +111,7 @@ def test_checksums_are_of_what_was_captured_not_of_what_the_file_holds(tmp_path:
                 byte = f.read(1)[0]
                 f.seek(-1, 1)
                 f.write(bytes([byte ^ 16]))
-        known = form.complete(path, crcs, h.SHAPE)
+        known = form.complete(path, laid, crcs, h.SHAPE)
         line = Published(0, tokens, path.name, laid.bytes, "0" * 32, known, 1, "hsx-1", 1.0)
         why = converted.file_wrong(tmp_path, line, form, h.SHAPE, True)
         assert ("does not match its checksum" in why) == (spoiled is not None), (spoiled, why)

@@ -68,6 +68,7 @@ class Sample:
         self.next_row = 0
         self.closed = False
         self.answered = False
+        self.writer: int | None = None  # the number of its writer, once it has one
         self.progress: Progress | None = None
 
     def accept(self, start: int, rows: int) -> str:

@@ -55,16 +55,25 @@ class Writers:
     def __init__(self, count: int, spool: Path, row_bytes: int) -> None:
         self._spool, self._row_bytes = spool, row_bytes
         self._queues: list[queue.SimpleQueue[Chunk | Failure | None]] = [queue.SimpleQueue() for _ in range(count)]
+        self._given, self._done = [0] * count, [0] * count  # rows, by writer; one thread changes each number
         self._threads = [
-            threading.Thread(target=self._run, args=(q,), name=f"hsx-writer-{i}", daemon=True)
+            threading.Thread(target=self._run, args=(i, q), name=f"hsx-writer-{i}", daemon=True)
             for i, q in enumerate(self._queues)
         ]
         for thread in self._threads:
             thread.start()
 
     def put(self, job: Chunk | Failure) -> None:
-        """Hand a job to its sample's writer; never waits (the ring bounds what is under way)."""
-        self._queues[crc32(job.sample.rid.encode()) % len(self._queues)].put(job)
+        """Hand a job to its sample's writer; never waits (the ring bounds what is under way).
+
+        A new sample goes to the writer with the least to do. Called on the scheduler's thread alone.
+        """
+        sample = job.sample
+        if sample.writer is None:
+            sample.writer = min(range(len(self._queues)), key=lambda i: self._given[i] - self._done[i])
+        if isinstance(job, Chunk):
+            self._given[sample.writer] += job.rows
+        self._queues[sample.writer].put(job)
 
     def close(self) -> None:
         """Let the threads finish what is queued, and end them."""
@@ -73,7 +82,7 @@ class Writers:
         for thread in self._threads:
             thread.join()
 
-    def _run(self, jobs: queue.SimpleQueue[Chunk | Failure | None]) -> None:
+    def _run(self, number: int, jobs: queue.SimpleQueue[Chunk | Failure | None]) -> None:
         while (job := jobs.get()) is not None:
             try:
                 self._do(job)
@@ -82,6 +91,7 @@ class Writers:
             finally:
                 if isinstance(job, Chunk):
                     job.slot.release()
+                    self._done[number] += job.rows
 
     def _do(self, job: Chunk | Failure) -> None:
         if isinstance(job, Failure):

@@ -15,7 +15,6 @@ import models
 import pytest
 import torch
 from capture_client import Client, Reference, check, error
-from sglang_server import TWO_RANKS
 
 Start = Callable[..., Client]
 
@@ -79,7 +78,7 @@ def test_an_aborted_request_leaves_nothing_and_disturbs_nobody(tiny_llama: Path,
 
 
 def test_two_data_parallel_ranks(tiny_llama: Path, capturing: Start) -> None:
-    client = capturing(tiny_llama, args=["--dp-size", "2"], env=TWO_RANKS)
+    client = capturing(tiny_llama, args=["--dp-size", "2"])
     assert len({ready["pid"] for ready in client.ready()}) == 2
     assert [ready["error"] for ready in client.ready()] == ["", ""]
     check_all(client, Reference(tiny_llama), [models.prompt(i, 3 + 70 * i) for i in range(8)])

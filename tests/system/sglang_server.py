@@ -33,10 +33,13 @@ TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "/nowh
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A port that nobody listens on now. SGLang 0.5.14 wants 10,000 above it to be a port too, for gRPC."""
+    while True:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = int(s.getsockname()[1])
+        if port + 10_000 < 1 << 16:
+            return port
 
 
 @dataclass

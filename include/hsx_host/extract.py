@@ -3,12 +3,13 @@
 A sample is published by fsync, rename and a synced line in the manifest, in that order, so that a crash
 at any moment loses at most what was in flight. What fails is tried again, then stands in ``failures.jsonl``
 with its reason, and the verb ends with 75: another call does only what is missing. A dead server or a full disk
-ends the verb at once and costs no sample a try; what was in flight at a death is asked for alone the next time, so that
-a sample that kills the server is found (see ``suspects``).
+ends the verb at once and costs no sample its tries; what was in flight at a death is asked for alone the next time,
+so that a sample that kills the server is found (see ``suspects``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import shutil
 import time
@@ -183,6 +184,8 @@ class _Shard:
         except Exception as e:
             if isinstance(e, ServerGone):
                 self._died(crew, str(e))
+            elif _is_full(e):
+                self._no_space(crew, str(e))
             self._published |= crew.published
             raise self._translated(e, crew.left) from None
         finally:
@@ -205,6 +208,12 @@ class _Shard:
             if suspect.guilty(self._spec.run_id):
                 crew.fail(i, suspect.reason, suspect.deaths)
 
+    def _no_space(self, crew: Crew, why: str) -> None:
+        """What was in flight was tried for nothing, and says so in the ledger, where that finds room."""
+        with contextlib.suppress(OSError):
+            for i in sorted(crew.flying):
+                crew.fail(i, f"no space: {why}", 1)
+
     def _translated(self, error: Exception, count: int) -> Exception:
         left = f"{count} samples of shard {self._files.id:05d} are left"
         if isinstance(error, ServerGone):
@@ -214,8 +223,7 @@ class _Shard:
                 value=self._spec.extraction.port,
                 fix="read the server's log; run this shard again, it does only what is missing",
             )
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if full or isinstance(error, NoSpace):
+        if _is_full(error):
             needed = sum(
                 self._form.file_bytes(n, self._shape)
                 for row, n in self._input.lengths().items()
@@ -286,3 +294,8 @@ class _Shard:
                 fix="run this shard again: it does only these",
                 count=summary.failed,
             )
+
+
+def _is_full(error: Exception) -> bool:
+    """Whether the data set's file system, or the quota on it, is full."""
+    return isinstance(error, NoSpace) or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT))

@@ -9,12 +9,15 @@ import signal
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import extraction_host
+import models
 import numpy as np
 import pytest
+import sglang_server
 import torch
 from extraction_host import LAYERS, Host
 from reference import Reference
@@ -154,6 +157,37 @@ def test_again_does_nothing_and_a_cut_file_is_redone(extracted: Host) -> None:
     after = extracted.manifest()
     assert {r: d["rid"] for r, d in after.items() if r != 12} == {r: d["rid"] for r, d in before.items() if r != 12}
     assert all(Reference.off(a, b) < NEAR for a, b in zip(load(cut)["hidden_states"], kept, strict=True))
+
+
+def test_strangers_during_an_extraction_are_ignored_and_not_disturbed(host: Host, tiny_llama: Path) -> None:
+    """Others use the same server all the while: their answers are as when alone, and no row of theirs gets in."""
+    lengths = [100 + 3 * i for i in range(24)]
+    made = host.with_data(
+        extraction_host.write_data(host.root / "company.jsonl", lengths, 8), shard_size=64, concurrency=4
+    )
+    made.verb("plan")
+    state = json.loads(Path(made.spec.host.home, "state/server.json").read_text())
+    server = sglang_server.Server(None, made.spec.extraction.port, Path(state["log"]))  # type: ignore[arg-type]
+    prompts = [models.prompt(900 + i, 20 + 30 * i) for i in range(4)]
+    alone = [server.generate(ids, tokens=6)["output_ids"] for ids in prompts]
+    client = made.start("extract", "--shard", "0")
+    told: list[bool] = []
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        while client.poll() is None:
+            asked = [pool.submit(server.generate, ids, tokens=6) for ids in prompts]
+            told += [a.result()["output_ids"] == want for a, want in zip(asked, alone, strict=True)]
+    out, err = client.communicate()
+    assert client.returncode == 0, err[-2000:]
+    assert (json.loads(out)["published"], json.loads(out)["failed"]) == (len(lengths), 0)
+    assert len(told) >= len(prompts)
+    assert all(told)
+    reference = Reference(tiny_llama)
+    for line in list(made.manifest().values())[::6]:
+        body = load(made.dataset / line["file"])
+        layers, final = reference.states(body["input_ids"])
+        for plane, want in zip(body["hidden_states"], [*(layers[k] for k in LAYERS), final], strict=True):
+            assert reference.off(plane, want) < NEAR, line["index"]
+    assert made.verb("verify", "--deep")["ok"]
 
 
 def test_client_killed_in_the_middle_then_resumed(host: Host) -> None:

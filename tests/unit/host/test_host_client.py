@@ -7,8 +7,9 @@ plugin's record, with one fault at a time. Everything that a real server can sho
 from __future__ import annotations
 
 import errno
+import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -227,6 +228,52 @@ def test_a_fault_that_stays_is_in_the_ledger_with_its_tries(shard: c.RunSpec, se
     assert files_of(shard).failures.read_bytes() == b""
 
 
+def changed(change: Change) -> Callable[[StandIn], None]:
+    return lambda server: setattr(server, "change", change)
+
+
+def answers(status: Callable[[list[int]], int]) -> Callable[[StandIn], None]:
+    return lambda server: setattr(server, "status", status)
+
+
+FULL = "OSError: [Errno 28] No space left on device"
+OF_FIVE: dict[str, tuple[Change, str]] = {  # as in FAULTS, of a sample of 5 tokens instead of 9
+    "rows missing": (lambda a, r: (a, replace(r, rows=4)), "5 sent, 4 dumped, 0 cached: 4 rows for 5 tokens"),
+    "prompt cut": (lambda a, r: (meta(a, prompt_tokens=3), r), "the server counted 3 prompt tokens"),
+}
+LEDGER: dict[str, tuple[Callable[[StandIn], None], str, int]] = {
+    **{kind: (changed(change), words, 2) for kind, (change, words) in (FAULTS | OF_FIVE).items()},
+    "refused": (answers(lambda ids: 400), "the server answered 400: ", 1),
+    "server error": (answers(lambda ids: 500), "the server answered 500: ", 2),
+    "no record": (changed(lambda a, r: (a, None)), "wrote no record in 1 s", 2),
+    "no answer": (answers(lambda ids: time.sleep(1.5) or 200), "no answer from the server in 1 s", 2),
+    "full disk": (changed(lambda a, r: (a, replace(r, error=FULL))), f"no space: {FULL}", 1),
+}
+
+
+@pytest.mark.parametrize("kind", LEDGER)
+def test_whatever_a_sample_failed_of_stands_in_the_ledger(
+    tmp_path: Path, shard: c.RunSpec, server: StandIn, kind: str
+) -> None:
+    """And goes from there when the sample is published: here a shard's smallest sample, alone."""
+    one = h.write_lines(tmp_path / "one.jsonl", h.samples(1))
+    spec = replace(
+        shard, data=replace(shard.data, path=str(one), name="one", shard_size=1, tries=2, request_timeout_s=1.0)
+    )
+    plan.run(spec, Namespace(dry_run=False, failed=False))
+    spoil, words, tries = LEDGER[kind]
+    spoil(server)
+    with pytest.raises(TryAgain):
+        extracted(spec)
+    (line,) = read_lines(files_of(spec).failures, Failed)[0]
+    assert words in line.reason
+    assert (line.index, line.tokens, line.tries) == (0, 5, tries)
+    assert not list(files_of(spec).dataset.rglob("*.part"))
+    server.change, server.status = None, lambda ids: 200
+    assert extracted(spec).extracted == 1
+    assert files_of(spec).failures.read_bytes() == b""
+
+
 def test_nothing_published_is_a_failure(shard: c.RunSpec, server: StandIn) -> None:
     server.status = lambda ids: 400
     with h.refuses(TryAgain, "failures.jsonl", "6 of 6 samples"):
@@ -247,7 +294,8 @@ def test_a_full_disk_names_the_bytes_that_are_left(shard: c.RunSpec, server: Sta
     left = sum(v1.file_bytes(n, h.SHAPE) for n in (5, 6, 7, 8))  # longest first: 10 and 9 tokens were published
     with h.refuses(TryAgain, "host.output_root", "No space left", f"which need {left} bytes"):
         extracted(spec)
-    assert read_lines(files_of(spec).failures, Failed)[0] == []
+    (line,) = read_lines(files_of(spec).failures, Failed)[0]
+    assert (line.index, line.reason[:9]) == (3, "no space:"), "of four that are left, one was tried"
     server.change = None
     assert extracted(spec).extracted == 4
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -92,6 +94,29 @@ def test_a_zip_tool_that_reads_data_descriptors_agrees(tmp_path: Path) -> None:
             behind = info.header_offset + 30 + names + extra + info.file_size
             assert data[behind : behind + 4] == b"PK\7\10"
             assert int.from_bytes(data[behind + 4 : behind + 8], "little") == info.CRC
+
+
+@pytest.mark.parametrize("name", ["speculators_v1", "specforge"])
+def test_unzip_proves_a_file_and_finds_a_flipped_bit(tmp_path: Path, name: str) -> None:
+    """Info-ZIP's own ``unzip -t`` where the machine has it, and Python's."""
+    form = formats.get(name)
+    path = tmp_path / "x.pt"
+    h.sample_file(path, [1] * 19, [1] * 19, h.states(19), form)
+
+    def tools_say() -> list[bool]:
+        commands = [[sys.executable, "-m", "zipfile", "-t", str(path)]]
+        commands += [["unzip", "-tqq", str(path)]] if shutil.which("unzip") else []
+        done = [subprocess.run(command, capture_output=True, text=True) for command in commands]
+        return [one.returncode == 0 and "corrupted" not in one.stdout for one in done]
+
+    assert all(tools_say())
+    place = form.planes(path, 19, h.SHAPE)[1]
+    with path.open("r+b") as f:
+        f.seek(place.offset + 7)
+        byte = f.read(1)[0]
+        f.seek(place.offset + 7)
+        f.write(bytes([byte ^ 1]))
+    assert not any(tools_say())
 
 
 @pytest.mark.parametrize("name", formats.names())

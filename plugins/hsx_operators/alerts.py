@@ -16,6 +16,7 @@ from airflow.sdk.definitions.deadline import DeadlineAlert, DeadlineReference
 from hsx_operators.base import run_key
 from hsx_operators.errors import HostHeld, HostTryAgain
 from hsx_operators.profile import load_profile
+from hsx_operators.retry import tries_before
 from hsx_operators.unattended import Alerts, Event
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class ProductionAlarm:
 
     def __call__(self, context: Context) -> None:
         error, task, ti = context.get("exception"), context["task"], context["ti"]
-        if self.first_try and not (_not_back(error) and _tries_used(context) == 1):
+        if self.first_try and (tries_before(context) or not _not_back(error)):
             return
         key = run_key(getattr(task, "on", ""))
         host = ti.xcom_pull(task_ids=getattr(task, "plan_task_id", "plan"), key=key)
@@ -89,12 +90,6 @@ class ProductionAlarm:
 def _not_back(error: object) -> bool:
     """Whether it is the host that says so, and not because another run has it now."""
     return isinstance(error, HostTryAgain) and not isinstance(error, HostHeld)
-
-
-def _tries_used(context: Context) -> int:
-    """Tries of this round: ``max_tries`` grows with every clear."""
-    ti, retries = context["ti"], int(context["task"].retries or 0)
-    return int(ti.try_number) - (int(ti.max_tries) - retries)
 
 
 def deadline(profile: str, alerts: Alerts) -> DeadlineAlert | None:

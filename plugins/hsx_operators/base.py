@@ -17,7 +17,7 @@ from hsx_operators.answers import human_lines, parse_answer
 from hsx_operators.hook import GpuHostHook, hook_of
 from hsx_operators.hosts import POOL
 from hsx_operators.published import Told, reasons_kept, tell
-from hsx_operators.retry import HOST_RETRIES, HostRetryPolicy
+from hsx_operators.retry import HOST_RETRIES, HostRetryPolicy, tries_before
 from hsx_operators.triggers import TAIL_CHARS, HostJobTrigger, died, ended
 
 if TYPE_CHECKING:
@@ -104,8 +104,8 @@ class HostVerbOperator(BaseOperator):
     def submit(self, hook: GpuHostHook, host: dict[str, Any], verb: Sequence[str], context: Context) -> Any:
         """Start the job, or find the one that an earlier try left running, and wait for it in a trigger."""
         store = context["task_state_store"]
-        known = store.get(_JOB_KEY)
-        job_id = str(known or job_name(context, host["spec_path"]))
+        known = self._left_by_an_earlier_try(hook, host, context)
+        job_id = known or job_name(context, host["spec_path"])
         # Kept before the start: a worker that dies in between must not lead to a second copy.
         store.set(_JOB_KEY, job_id)
         self._job = (host, job_id)
@@ -130,6 +130,27 @@ class HostVerbOperator(BaseOperator):
             method_name="execute_complete",
             kwargs=kept,
         )
+
+    def _left_by_an_earlier_try(self, hook: GpuHostHook, host: dict[str, Any], context: Context) -> str:
+        """The job to go on with, "" for none: one that still runs, or one that an outage hid and that ended well.
+
+        One that ended badly was ended with its task, or has told what the next try will meet again; its log is shown to
+        its end. After a clear no ended job counts: the host may have been given back since. Verbs do nothing twice.
+        """
+        known = context["task_state_store"].get(_JOB_KEY)
+        if not known or known == job_name(context, host["spec_path"]):
+            return str(known or "")
+        job_id = str(known)
+        status = hook.job_poll(job_id, spec_path=host["spec_path"], resume=True)
+        if status.state in ("running", "absent") or (status.rc == 0 and tries_before(context)):
+            return job_id
+        while status.log:
+            for line in human_lines(status.log):
+                self.log.info("%s", line)
+            status = hook.job_poll(job_id, spec_path=host["spec_path"], offset=status.offset)
+        end = "is gone" if status.rc is None else f"ended with {status.rc}"
+        self.log.info("the job %s of an earlier try %s: another one is started", job_id, end)
+        return ""
 
     def _watch_a_while(
         self, hook: GpuHostHook, host: dict[str, Any], job_id: str, told: Told

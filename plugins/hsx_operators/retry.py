@@ -27,6 +27,16 @@ NEVER: list[type[BaseException] | str] = [
 LONGEST_DELAY = timedelta(minutes=5)
 
 
+def tries_before(context: Context) -> int:
+    """How many tries this round has had before this one. ``max_tries`` grows with every clear, which begins a round."""
+    ti = context["ti"]
+    return _before(int(ti.try_number), int(ti.max_tries), context)
+
+
+def _before(try_number: int, max_tries: int, context: Context) -> int:
+    return int(context["task"].retries or 0) - (max_tries - try_number) - 1
+
+
 class HostRetryPolicy(ExceptionRetryPolicy):
     """Bad input, refusals and wrong keys fail at once; a busy host and SSH trouble are waited for.
 
@@ -57,8 +67,7 @@ class HostRetryPolicy(ExceptionRetryPolicy):
         allowed = getattr(exception, "allowed_retries", None)
         used = 0
         if context is not None:
-            # ``max_tries`` grows with every clear, so what is left of it tells the retries of this round.
-            used = int(context["task"].retries or 0) - (max_tries - try_number) - 1
+            used = _before(try_number, max_tries, context)
             if allowed is not None and used >= allowed:
                 return RetryDecision.fail(reason=f"the profile allows {allowed} retries of a shard")
         decision = super().evaluate(exception, try_number, max_tries, context)

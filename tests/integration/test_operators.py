@@ -41,12 +41,15 @@ class Store(dict[str, Any]):
         self.pop(key, None)
 
 
-def context_of(host: dict[str, Any], store: Store, try_number: int = 1, map_index: int = -1) -> Any:
+def context_of(
+    host: dict[str, Any], store: Store, try_number: int = 1, map_index: int = -1, *, max_tries: int = 4
+) -> Any:
+    """:param max_tries: 4, the task's retries, and more after each clear."""
     ti = SimpleNamespace(
-        dag_id="d", run_id="r", task_id="waits", map_index=map_index, try_number=try_number,
+        dag_id="d", run_id="r", task_id="waits", map_index=map_index, try_number=try_number, max_tries=max_tries,
         xcom_pull=lambda task_ids, key: host, xcom_push=lambda key, value: None,
     )  # fmt: skip
-    return {"ti": ti, "task_state_store": store}
+    return {"ti": ti, "task_state_store": store, "task": SimpleNamespace(retries=4)}
 
 
 @contextmanager
@@ -96,6 +99,36 @@ def test_a_lost_worker_s_job_is_found_again_and_an_ended_one_is_not(
     assert report["pristine"] is True
     assert store == {}
     assert len(list((home / "jobs").iterdir())) == 2
+
+
+def test_a_job_that_was_ended_with_its_task_is_not_the_next_try_s(
+    hook: GpuHostHook, host: dict[str, Any], home: Path
+) -> None:
+    """Marked by a person while it waited, then cleared: the trigger has ended the job, and nobody could say so in the
+    task state store."""
+    store, operator = Store(), Waits(task_id="waits")
+    with transition_held(home):
+        first = submit(operator, context_of(host, store))
+        hook.job_kill(first.trigger.job_id, spec_path=host["spec_path"], grace_s=2.0)
+        second = submit(operator, context_of(host, store, try_number=2, max_tries=5))
+        assert second.trigger.job_id != first.trigger.job_id
+        assert store["job_id"] == second.trigger.job_id
+    assert wait_for(second)["rc"] == 0
+
+
+@pytest.mark.parametrize(("max_tries", "again"), [(4, False), (5, True)], ids=["retried", "cleared"])
+def test_a_job_that_ended_unseen_counts_for_a_retry_and_not_for_a_clear(
+    hook: GpuHostHook, host: dict[str, Any], home: Path, max_tries: int, again: bool
+) -> None:
+    """An outage hid its end. The host may have been given back since, when a person clears the task days later."""
+    store, operator = Store(), Waits(task_id="waits")
+    with transition_held(home):
+        first = submit(operator, context_of(host, store))
+    assert wait_for(first)["rc"] == 0
+    operator.patience_s = 30.0  # type: ignore[misc]
+    assert operator.run_verb(context_of(host, store, try_number=2, max_tries=max_tries))["pristine"] is True
+    assert len(list((home / "jobs").iterdir())) == (2 if again else 1)
+    assert store == {}
 
 
 def test_an_outage_leaves_the_job_to_the_next_try(host: dict[str, Any]) -> None:

@@ -51,6 +51,7 @@ def test_one_shard_cleared_only_failed(stand: Stand, row: Row) -> None:
     run.clear("extract", 0, only_failed=True)
     assert run.end() == "success", run.story()
     assert run.manifest() == SAMPLES
+    assert run.tasks()["extract.0"].try_number == 2, "the job that was ended with the task counted for a try"
     assert run.tasks()["restore"].try_number == restored
     stand.settled()
     row(end=f"it borrows the host itself, run green; {END}", log="the shard: this step borrows the host itself")
@@ -66,6 +67,7 @@ def test_one_shard_cleared_with_its_setups(stand: Stand, row: Row) -> None:
     run.clear("extract", 0, only_failed=False)
     assert run.end() == "success", run.story()
     assert run.manifest() == SAMPLES
+    assert run.tasks()["extract.0"].try_number == 2
     assert run.tasks()["restore"].try_number > restored
     stand.settled()
     row(end=f"setups and restore run again around it, run green; {END}", log="restore: production is up")

@@ -232,7 +232,9 @@ def test_two_at_once_never_both_act(host: Host) -> None:
     made.verb("plan")
     first = made.start("extract", "--shard", "0")
     wait_for(lambda: len(made.manifest()) >= 1, first)
+    first.send_signal(signal.SIGSTOP)  # else it may be done before the second has begun
     said = made.verb("extract", "--shard", "0", code=75)
+    first.send_signal(signal.SIGCONT)
     assert "shard 00000" in said["message"]
     out, _ = first.communicate(timeout=120)
     assert (first.returncode, json.loads(out)["extracted"]) == (0, 12)

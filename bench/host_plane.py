@@ -19,6 +19,8 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ for folder in ("include", "include/patches/hsx_capture"):
     sys.path.insert(0, str(ROOT / folder))
 
 import host_plane_data as data  # noqa: E402
+
+from hsx_host import checksum as checksum_of  # noqa: E402
 
 HIDDEN, PLANES, TOKENS = 4096, 4, 1600  # a sample of an 8B model: 52 MB
 ROUNDS = 3
@@ -83,10 +87,10 @@ def writers(work: Path, less: int) -> list[dict[str, Any]]:
     source = np.random.default_rng(0).integers(0, 256, PLANES * TOKENS * HIDDEN * 2, dtype=np.uint8)
     batch = data.batch(source, PLANES, TOKENS, HIDDEN)
 
-    def plain() -> None:
+    def plain(threads: int = 1) -> None:
         data.clear(work)
-        for i in range(samples):
-            data.write_plain(work / f"plain{i}", source)
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda i: data.write_plain(work / f"plain{i}", source), range(samples)))
 
     def peer(way: Callable[[tuple[Any, Path]], None], count: int) -> Callable[[], None]:
         def body() -> None:
@@ -101,7 +105,7 @@ def writers(work: Path, less: int) -> list[dict[str, Any]]:
         for threads in (1, 2):
             ours, base = [], []
             for _ in range(ROUNDS):  # turn by turn: whatever else the machine does strikes both
-                base.append(cost(plain, 1))
+                base.append(cost(partial(plain, threads), 1))
                 data.clear(work)
                 ours.append(data.run_writers(work, layout, threads, samples, PLANES, TOKENS, HIDDEN, source))
             got, plainly = median(ours), median(base)
@@ -109,7 +113,7 @@ def writers(work: Path, less: int) -> list[dict[str, Any]]:
                 row(
                     f"writers, {LAYOUTS[layout]}, {threads} thread{'s' * (threads > 1)}, with checksums",
                     rate(size, got),
-                    f"plain write {rate(size, plainly)}",
+                    f"plain write by as many {rate(size, plainly)}",
                     plainly[1] / got[1],
                 )
             )
@@ -128,9 +132,11 @@ def checksum(work: Path, less: int) -> list[dict[str, Any]]:
     block = np.random.default_rng(0).integers(0, 256, (256 // less) << 20, dtype=np.uint8)
     pieces = [block[i : i + (1 << 20)] for i in range(0, len(block), 1 << 20)]
     target = np.empty_like(pieces[0])
-    crc, copy = cost(lambda: [zlib.crc32(p) for p in pieces]), cost(lambda: [np.copyto(target, p) for p in pieces])
-    size = float(len(block))
-    lines = [row("CRC-32 in memory, 1 thread", rate(size, crc), f"copy {rate(size, copy)}", copy[1] / crc[1])]
+    copy, size, lines = cost(lambda: [np.copyto(target, p) for p in pieces]), float(len(block)), []
+    for name, crc32 in {"zlib": zlib.crc32, checksum_of.SOURCE: checksum_of.crc32}.items():
+        crc = cost(lambda crc32=crc32: [crc32(p) for p in pieces])
+        what = f"CRC-32 of {name} in memory, 1 thread"
+        lines.append(row(what, rate(size, crc), f"copy {rate(size, copy)}", copy[1] / crc[1]))
     made = data.Published(work, samples=max(4, 40 // less), tokens=TOKENS // 4, hidden=HIDDEN, whole=True)
     files = sorted((made.dataset / "v1").glob("*.pt"))
     size = float(sum(f.stat().st_size for f in files))

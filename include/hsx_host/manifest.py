@@ -54,6 +54,9 @@ class Damaged:
     reason: str
 
 
+# How the reasons begin why a line does not count, though its file is there.
+CUT, DAMAGED = "has a file", "was found damaged"
+
 Line = TypeVar("Line", Published, Failed, Damaged)
 
 
@@ -138,7 +141,7 @@ def standing(dataset: Path, line: Published, ids_hash: bytes | None) -> str:
         size = os.stat(dataset / line.file).st_size
     except OSError as e:
         return f"has no file {line.file} ({e.strerror})"
-    return "" if size == line.bytes else f"has a file of {size} bytes instead of {line.bytes}"
+    return "" if size == line.bytes else f"{CUT} of {size} bytes instead of {line.bytes}"
 
 
 def judged(
@@ -181,7 +184,7 @@ def _judge(
     for row, line in lines.items():
         reason = standing(dataset, line, hashes.get(row))
         if not reason and (row, line.rid) in damaged:
-            reason = f"was found damaged: {damaged[row, line.rid]}"
+            reason = f"{DAMAGED}: {damaged[row, line.rid]}"
         if reason:
             why[row] = reason
         else:

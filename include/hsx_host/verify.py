@@ -20,6 +20,8 @@ from hsx_host.contract import PlanResult, RunSpec, VerifyReport
 from hsx_host.errors import Refused, TryAgain
 from hsx_host.fingerprint import DatasetSemantics, opened
 from hsx_host.manifest import (
+    CUT,
+    DAMAGED,
     Published,
     damaged_path,
     failures,
@@ -95,7 +97,8 @@ class Census:
 def census(spec: RunSpec, dataset: Path, *, whole: bool = False) -> Census:
     """Read every manifest in scope (``data.shards``, or all); no sample's file is opened.
 
-    :param whole: also count what the other shards have published; what they lack is not this run's to judge.
+    :param whole: also count what the other shards have published, and their wrong files; what they lack is not this
+        run's to judge.
     """
     found = Census()
     for shard in shard_ids(dataset):
@@ -107,10 +110,11 @@ def census(spec: RunSpec, dataset: Path, *, whole: bool = False) -> Census:
         good, why, lines = judged(dataset, files.manifest, hashes)
         found.published |= good
         found.listed |= {line.file for line in lines.values()}
-        if in_scope:
-            found.wrong += [f"row {row} is published, but is not in the plan" for row in why if row not in hashes]
-        if not in_scope:
+        if not in_scope:  # a trainer reads the whole folder, so a wrong file of any shard is no hand-off's
+            wrong = {row: reason for row, reason in why.items() if reason.startswith((DAMAGED, CUT))}
+            found.wrong += [f"row {row} {reason}" for row, reason in wrong.items()]
             continue
+        found.wrong += [f"row {row} is published, but is not in the plan" for row in why if row not in hashes]
         failed = failures(files.failures)
         for row in hashes:
             if row in found.published:

@@ -18,7 +18,7 @@ from hsx_host import contract as c
 from hsx_host import extract, handoff, plan, proof, verify
 from hsx_host.errors import BadInput, Refused, TryAgain
 from hsx_host.head import find_head
-from hsx_host.manifest import Failed, Ledger, Published, read_lines, rewrite
+from hsx_host.manifest import Failed, Ledger, Published, note_damaged, published_lines, read_lines, rewrite
 from hsx_host.shards import ShardFiles
 
 
@@ -272,6 +272,17 @@ def test_a_run_of_some_shards_hands_on_all_that_is_published(made: tuple[c.RunSp
     some = replace(spec, data=replace(spec.data, shards=[1]))
     assert handoff.run(some, Namespace(window_ended=False)).samples == 10
     assert len(json.loads((dataset / "v1/sample_lengths.json").read_text())) == 10
+
+
+def test_a_damaged_file_of_another_shard_is_not_handed_on(made: tuple[c.RunSpec, Path]) -> None:
+    """A trainer reads every file of the folder, whichever run's shard it belongs to."""
+    spec, dataset = made
+    some = replace(spec, data=replace(spec.data, shards=[1]))
+    (line,) = [x for x in published_lines(ShardFiles(dataset, 0).manifest).values() if x.index == 2]
+    note_damaged(ShardFiles(dataset, 0).manifest, [(line, "layer_3 does not match its checksum")])
+    with h.refuses(Refused, "data.name", "row 2 was found damaged: layer_3"):
+        handoff.run(some, Namespace(window_ended=False))
+    assert check(some).ok, "what another run has to repair is no fault of this one's shards"
 
 
 def test_what_the_window_left_is_no_fault_and_is_not_handed_on(made: tuple[c.RunSpec, Path]) -> None:

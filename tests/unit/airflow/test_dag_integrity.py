@@ -13,7 +13,7 @@ from airflow.sdk import DAG
 from airflow.serialization.serialized_objects import DagSerialization
 from fleet_profile import REPO, body, dag_bag, write
 
-from hsx_operators.alerts import Alarm
+from hsx_operators.alerts import ProductionAlarm
 from hsx_operators.hosts import POOL
 
 #: Tasks that touch no host: they decide, wait for a person, or run where the trainer is.
@@ -84,7 +84,7 @@ def test_giving_back_goes_first_and_is_a_teardown(extractions: dict[str, DAG]) -
             assert task.is_teardown
             assert task.weight_rule.total_weight if hasattr(task.weight_rule, "total_weight") else task.weight_rule
             assert task.priority_weight > 1000 * len(dag.tasks)  # beyond what weights of others sum up to
-            assert any(isinstance(a, Alarm) for a in task.on_failure_callback)
+            assert any(isinstance(a, ProductionAlarm) for a in task.on_failure_callback)
         assert dag.get_task("verdict").on_failure_fail_dagrun
 
 

@@ -71,7 +71,7 @@ def add_arguments(p: ArgumentParser) -> None:
     p.add_argument("--concurrency", type=int, default=64, help="samples in flight, of both clients")
     p.add_argument("--chunk", type=int, default=8192)
     p.add_argument("--writers", type=int, default=4)
-    p.add_argument("--ring-mib", type=int, default=2048)
+    p.add_argument("--ring-mib", type=int, default=4096)
     p.add_argument("--server-args", default="", help="more flags for both servers, separated by spaces")
     p.add_argument("--port", type=int, default=30000, help="this one and the two after it")
     p.add_argument("--output", type=Path, required=True, help="where data sets go: memory-backed, or a disk")

@@ -74,7 +74,7 @@ class CaptureSettings:
     formats: list[str]
     dtype: str = "bfloat16"
     writers: int = 4
-    ring_bytes: int = 1 << 30
+    ring_bytes: int = 4 << 30
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ class Capture(_Model):
     formats: list[str] = Field(min_length=1)
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     writers: Positive = 4
-    ring_bytes: Positive = 1 << 30
+    ring_bytes: Positive = 4 << 30
 
     @field_validator("layers")
     @classmethod

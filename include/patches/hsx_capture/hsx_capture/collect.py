@@ -162,10 +162,10 @@ class Collector:
         return sources
 
     def _pass_on(self, parts: list[_Part], sources: list[torch.Tensor], input_ids: torch.Tensor) -> None:
-        for run in _runs(parts, self._ring.slot_rows):
+        for n, run in enumerate(_runs(parts, self._ring.slot_rows)):
             first, shape = run[0].first, run[0].sample.shape
             rows = run[-1].first + run[-1].rows - first
-            slot, copied = self._ring.fill(sources, input_ids, first, rows, shape)
+            slot, copied = self._ring.fill(sources, input_ids, first, rows, shape, opens=n == 0)
             slot.hand_to(len(run), copied)
             for part in run:
                 self._writers.put(Chunk(part.sample, slot, part.first - first, part.at, part.rows))

@@ -87,10 +87,12 @@ def writers(work: Path, less: int) -> list[dict[str, Any]]:
     source = np.random.default_rng(0).integers(0, 256, PLANES * TOKENS * HIDDEN * 2, dtype=np.uint8)
     batch = data.batch(source, PLANES, TOKENS, HIDDEN)
 
+    slot = source[: len(source) * data.CHUNK // TOKENS]
+
     def plain(threads: int = 1) -> None:
         data.clear(work)
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(lambda i: data.write_plain(work / f"plain{i}", source), range(samples)))
+            list(pool.map(lambda i: data.write_plain(work / f"plain{i}", slot, TOKENS // data.CHUNK), range(samples)))
 
     def peer(way: Callable[[tuple[Any, Path]], None], count: int) -> Callable[[], None]:
         def body() -> None:

@@ -40,13 +40,15 @@ from hsx_host.shards import ShardFiles, read_input  # noqa: E402
 
 VOCAB, BLOCKS, CONCURRENCY = 32_000, 8, 16
 PIECE = 1 << 20
+CHUNK = 400  # rows
 
 
-def write_plain(path: Path, source: Any) -> None:
-    """A sequential write of the bytes to a new file."""
+def write_plain(path: Path, source: Any, times: int) -> None:
+    """A sequential write of the bytes to a new file, ``times`` over: as near to the core as the writers' slot is."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for at in range(0, len(source), PIECE):
-        os.pwrite(fd, memoryview(source[at : at + PIECE]), at)
+    for _ in range(times):
+        for at in range(0, len(source), PIECE):
+            os.write(fd, memoryview(source[at : at + PIECE]))
     os.close(fd)
 
 
@@ -86,7 +88,7 @@ def clear(work: Path) -> None:
 def run_writers(
     work: Path, layout: str, threads: int, samples: int, planes: int, tokens: int, hidden: int, source: Any
 ) -> tuple[float, float]:
-    """Seconds and CPU seconds in which the plugin's writers fill ``samples`` laid-out files, 400 rows a chunk."""
+    """Seconds and CPU seconds in which the plugin's writers fill ``samples`` laid-out files, ``CHUNK`` rows a chunk."""
     import torch
 
     from hsx_capture.layout import blocks, file_bytes
@@ -95,7 +97,7 @@ def run_writers(
     from hsx_capture.spec import CaptureRequest, Plane
     from hsx_capture.writer import Chunk, Writers
 
-    row, rows = 2 * hidden, 400
+    row, rows = 2 * hidden, CHUNK
     ring = Ring(
         SLOTS * ((rows + 1) * (planes * (row + 8) + 8) + 512), planes, hidden, torch.bfloat16, torch.device("cpu")
     )

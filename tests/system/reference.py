@@ -28,6 +28,11 @@ class Reference:
         """The final hidden state after the norm, [n, H]."""
         return self.states(ids)[0][-1]
 
+    def next_logits(self, ids: Any) -> Any:
+        """What follows the prompt, float32 [vocabulary]."""
+        with torch.no_grad():
+            return self._model(ids.reshape(1, -1), use_cache=False).logits[0, -1].float()
+
     def _keep(self, module: Any, args: Any) -> None:
         self._final = args[0]
 

@@ -160,28 +160,28 @@ def test_again_does_nothing_and_a_cut_file_is_redone(extracted: Host) -> None:
 
 
 def test_strangers_during_an_extraction_are_ignored_and_not_disturbed(host: Host, tiny_llama: Path) -> None:
-    """Others use the same server all the while: their answers are as when alone, and no row of theirs gets in."""
+    """Others use the same server all the while: their tokens are the model's, and no row of theirs gets in."""
     lengths = [100 + 3 * i for i in range(24)]
     made = host.with_data(
         extraction_host.write_data(host.root / "company.jsonl", lengths, 8), shard_size=64, concurrency=4
     )
     made.verb("plan")
-    state = json.loads(Path(made.spec.host.home, "state/server.json").read_text())
+    state, reference = json.loads(Path(made.spec.host.home, "state/server.json").read_text()), Reference(tiny_llama)
     server = sglang_server.Server(None, made.spec.extraction.port, Path(state["log"]))  # type: ignore[arg-type]
     prompts = [models.prompt(900 + i, 20 + 30 * i) for i in range(4)]
-    alone = [server.generate(ids, tokens=6)["output_ids"] for ids in prompts]
+    logits = [reference.next_logits(torch.tensor(ids)) for ids in prompts]
     client = made.start("extract", "--shard", "0")
-    told: list[bool] = []
+    told: list[tuple[int, int]] = []
     with ThreadPoolExecutor(len(prompts)) as pool:
         while client.poll() is None:
-            asked = [pool.submit(server.generate, ids, tokens=6) for ids in prompts]
-            told += [a.result()["output_ids"] == want for a, want in zip(asked, alone, strict=True)]
+            asked = [pool.submit(server.generate, ids) for ids in prompts]
+            told += [(i, a.result()["output_ids"][0]) for i, a in enumerate(asked)]
     out, err = client.communicate()
     assert client.returncode == 0, err[-2000:]
     assert (json.loads(out)["published"], json.loads(out)["failed"]) == (len(lengths), 0)
     assert len(told) >= len(prompts)
-    assert all(told)
-    reference = Reference(tiny_llama)
+    for i, token in told:  # the most likely one, up to what a batch's company does to bf16
+        assert logits[i][token] >= logits[i].max() - 2**-5 * logits[i].abs().max(), (i, token)
     for line in list(made.manifest().values())[::6]:
         body = load(made.dataset / line["file"])
         layers, final = reference.states(body["input_ids"])

@@ -23,8 +23,8 @@ import torch
 SLOTS = 8
 _ALIGN = 64
 # Clock cycles that a batch's copy lets pass on the device, 4 ms at 2 GHz. The forward pass goes on to the next tokens,
-# which the server copies to the host by the same copy engine, and what comes next on its stream waits for that: 1 ms for
-# each 55 MB, were it behind the batch's copy. So the small copy goes first, and the large one beside the next pass.
+# which the server copies to the host by the same copy engine, and what comes next on its stream waits for that: behind
+# the batch's copy it would wait 1 ms for each 55 MB. So the small copy goes first, the large one beside the next pass.
 _HEAD_START = 8_000_000
 
 
@@ -46,6 +46,11 @@ class Geometry:
 
 def _up(n: int) -> int:
     return -(-n // _ALIGN) * _ALIGN
+
+
+def rows_per_slot(slot_bytes: int, planes: int, row_bytes: int) -> int:
+    """How many rows fit into a slot (0 where not even one does)."""
+    return max(0, (slot_bytes - 2 * _ALIGN) // (planes * row_bytes + 8 + planes * 8))
 
 
 class Slot:
@@ -103,7 +108,7 @@ class Slot:
 
 
 class Ring:
-    """``SLOTS`` slots of equal size, which hold ``ring_bytes`` of rows in all; their ids and extrema come on top.
+    """``SLOTS`` slots of equal size, ``ring_bytes`` in all: torch pins the next power of two.
 
     :raises ValueError: where a slot would not hold a single row.
     """
@@ -111,11 +116,11 @@ class Ring:
     def __init__(self, ring_bytes: int, planes: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
         self.planes, self.hidden, self.dtype, self.device = planes, hidden, dtype, device
         self.row_bytes = hidden * dtype.itemsize
-        self.slot_rows = ring_bytes // SLOTS // (planes * self.row_bytes)
+        slot_bytes = ring_bytes // SLOTS // _ALIGN * _ALIGN
+        self.slot_rows = rows_per_slot(slot_bytes, planes, self.row_bytes)
         if self.slot_rows < 1:
-            least = SLOTS * planes * self.row_bytes
+            least = SLOTS * (planes * (self.row_bytes + 8) + 8 + 4 * _ALIGN)
             raise ValueError(f"CaptureSpec.ring_bytes: {ring_bytes} is too small, {least} bytes hold one row a slot")
-        slot_bytes = _up(Geometry.of(self.slot_rows, planes, self.row_bytes).end)
         on_gpu = device.type == "cuda"
         memory = torch.empty(SLOTS * slot_bytes, dtype=torch.uint8, pin_memory=on_gpu)
         self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()

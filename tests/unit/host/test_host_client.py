@@ -7,13 +7,14 @@ plugin's record, with one fault at a time. Everything that a real server can sho
 from __future__ import annotations
 
 import errno
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import host_data as h
 import numpy as np
@@ -22,7 +23,7 @@ import torch
 from host_stand_in import Change, StandIn
 from safetensors.torch import save_file
 
-from hsx_host import borrow, extract, fingerprint, plan, proof, state
+from hsx_host import borrow, crew, extract, fingerprint, plan, proof, state
 from hsx_host import contract as c
 from hsx_host.client import Client, NoSpace, SampleFault, ServerGone
 from hsx_host.dataset import Sample, identity
@@ -443,6 +444,39 @@ def test_a_full_disk_at_a_line_of_the_ledger_or_the_manifest(
         server.change = None
         counted = {line.file for line in read_lines(files_of(shard).manifest, Published)[0]}
         assert {f"v1/{p.name}" for p in (files_of(shard).dataset / "v1").iterdir()} == counted
+
+
+def test_what_is_published_together_is_published_whole_or_not_at_all(
+    shard: c.RunSpec, server: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six samples wait for one publisher, whose sync fails once: none keeps a name, the next call has all."""
+    gathered = threading.Barrier(6)
+    whole, failed = crew.Crew._publish, []
+
+    def line(self: crew.Crew, *args: Any, made: Any = crew.Crew._line) -> Published:
+        gathered.wait(20)
+        return cast(Published, made(self, *args))
+
+    def publish(self: crew.Crew, batch: list[crew.Whole]) -> None:
+        while len(batch) < 6:
+            batch.append(cast(crew.Whole, self._whole.get(timeout=20)))
+        whole(self, batch)
+
+    def sync(folder: Path) -> None:
+        failed.append(len(list(folder.glob("*.pt"))))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    spec = replace(shard, data=replace(shard.data, concurrency=6))
+    with monkeypatch.context() as m:
+        m.setattr(crew.Crew, "_line", line)
+        m.setattr(crew.Crew, "_publish", publish)
+        m.setattr(crew, "sync_folder", sync)
+        with h.refuses(TryAgain, "host.output_root", "No space left", "6 samples", "which need"):
+            extracted(spec)
+    assert failed == [6]
+    assert list((files_of(spec).dataset / "v1").iterdir()) == []
+    assert files_of(spec).manifest.read_text() == ""
+    assert extracted(spec).published == 6
 
 
 def test_a_full_disk_at_a_document_names_the_bytes_and_leaves_nothing(

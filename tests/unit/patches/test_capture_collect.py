@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,8 +22,9 @@ from hsx_capture import ring as ring_module
 from hsx_capture import spec
 from hsx_capture.collect import Collector
 from hsx_capture.model import Target
-from hsx_capture.ring import Ring
-from hsx_capture.writer import Writers
+from hsx_capture.ring import Ring, Slot
+from hsx_capture.sample import Sample as Captured
+from hsx_capture.writer import Chunk, Failure, Writers
 
 HIDDEN, LAYERS, ROW = 16, [2, 5], 32
 PLANES = len(LAYERS) + 1
@@ -39,6 +40,18 @@ class Batch:
     @property
     def forward_mode(self) -> Any:
         return SimpleNamespace(is_extend=lambda: self.extend)
+
+
+def test_a_new_sample_goes_to_the_writer_with_the_least_to_do_and_stays_there(tmp_path: Path) -> None:
+    writers = Writers(3, tmp_path, ROW)
+    writers.close()  # nothing is worked off: what was given stays in the queues
+    samples = [Captured(f"hsx-{i}", None, ROW) for i in range(5)]
+    for sample, rows in zip(samples, (50, 10, 30, 10, 5), strict=True):
+        writers.put(Chunk(sample, cast(Slot, None), 0, 0, rows))
+    assert [s.writer for s in samples] == [0, 1, 2, 1, 1]
+    writers.put(Chunk(samples[0], cast(Slot, None), 0, 50, 10))
+    writers.put(Failure(samples[2], "gone"))
+    assert (samples[0].writer, samples[2].writer) == (0, 2)
 
 
 class Bench:

@@ -11,6 +11,7 @@ import re
 import signal
 import time
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 import requests
@@ -32,10 +33,14 @@ def url(stand: Stack) -> str:
     return stand.airflow.url
 
 
+def of_run(run: str) -> str:
+    """The page's query for a run; none: the run that goes on, or the last."""
+    return f"?{urlencode({'dag': DAG_ID, 'run': run})}" if run else ""
+
+
 def hidden_states(page: Page, stand: Stack, run: str = "") -> FrameLocator:
     """The page, in Airflow's frame."""
-    query = f"?dag={DAG_ID}&run={run}" if run else ""
-    page.goto(f"{url(stand)}/plugin/hidden-states/hsx/{query}")
+    page.goto(f"{url(stand)}/plugin/hidden-states/hsx/{of_run(run)}")
     frame = page.frame_locator("iframe")
     frame.locator("html[data-ready]").wait_for()
     return frame
@@ -44,7 +49,7 @@ def hidden_states(page: Page, stand: Stack, run: str = "") -> FrameLocator:
 def whole(context: BrowserContext, stand: Stack, name: str, run: str = "") -> None:
     """A picture of the page from top to bottom, without Airflow's frame."""
     page = context.new_page()
-    page.goto(f"{url(stand)}/hsx/{f'?dag={DAG_ID}&run={run}' if run else ''}")
+    page.goto(f"{url(stand)}/hsx/{of_run(run)}")
     page.locator("html[data-ready]").wait_for()
     picture(page, name, whole=True)
     page.close()
@@ -107,6 +112,8 @@ def test_the_trigger_form_reads_like_a_form_for_people(page: Page, stand: Stack)
     page.goto(f"{url(stand)}/dags/{DAG_ID}")
     page.get_by_role("button", name="Trigger").first.click()
     expect(page.get_by_role("dialog")).to_be_visible()
+    for section in ("What to extract", "Where it goes", "The borrowed host"):
+        page.get_by_role("dialog").get_by_role("button", name=section).click()
     for title in ("Profile", "Data set", "Shards", "Dry run"):
         expect(page.get_by_role("dialog").get_by_text(title, exact=True).first).to_be_visible()
     picture(page, "trigger-form")
@@ -181,7 +188,7 @@ def test_progress_is_live_on_the_page_in_the_log_and_linked_from_the_task(
 
 
 def test_the_page_is_used_by_keyboard_alone(page: Page, stand: Stack) -> None:
-    page.goto(f"{url(stand)}/hsx/?dag={DAG_ID}&run={RUNS['real']}")
+    page.goto(f"{url(stand)}/hsx/{of_run(RUNS['real'])}")
     page.locator("html[data-ready]").wait_for()
     page.locator("a.cell[tabindex='0']").focus()
     at = int(page.evaluate("document.activeElement.dataset.i"))

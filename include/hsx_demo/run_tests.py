@@ -18,12 +18,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from hsx_demo.environments import OLDER_SGLANG, REPO, EnvironmentFailure, ensure
 
 # What runs where. Two workers where nothing shares a server; a server's tests run one after the other.
+SLOWEST = ("--durations", "8", "--durations-min", "15")  # what the minutes are spent on
 TEST = (
     ("host, unit", "host", ("tests/unit/host", "tests/unit/patches"), ("-n", "2")),
-    ("host, system", "host", ("tests/system",), ("-n", "2", "--dist", "loadscope")),
+    ("host, system", "host", ("tests/system",), ("-n", "2", "--dist", "loadscope", *SLOWEST)),
     ("host, some faults", "host", ("tests/faults/host",), ("-n", "2", "-m", "quick")),
     ("airflow, unit", "airflow", ("tests/unit/airflow", "tests/unit/demo"), ("-n", "2")),
-    ("airflow, integration", "airflow", ("tests/integration",), ("-n", "2", "--dist", "loadfile")),
+    ("airflow, integration", "airflow", ("tests/integration",), ("-n", "2", "--dist", "loadfile", *SLOWEST)),
 )
 
 _CAPTURE = tuple(f"tests/system/test_{name}.py" for name in ("capture", "capture_inert", "capture_ranks", "extract"))

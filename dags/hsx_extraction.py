@@ -67,6 +67,7 @@ itself. Shards are spread over them; `reassign` hands what a failed host left to
 
 WHAT, WHERE, HOST = "What to extract", "Where it goes", "The borrowed host"
 
+# A field whose type does not take null must not be empty, says Airflow's form, and won't trigger.
 PARAMS = {
     "dry_run": Param(
         False,
@@ -78,7 +79,7 @@ PARAMS = {
     ),
     "dataset": Param(
         "",
-        type="string",
+        type=["null", "string"],
         title="Data set",
         description="A .jsonl(.gz, .zst), .parquet or .arrow file, or a saved data set: an absolute path on the host. "
         "Rows of input_ids and loss_mask, or conversations. Empty: the profile's.",
@@ -87,7 +88,7 @@ PARAMS = {
     ),
     "shards": Param(
         "",
-        type="string",
+        type=["null", "string"],
         pattern=r"^(failed|[0-9,\- ]*)$",
         title="Shards",
         description="Numbers and ranges, such as 3,7-9, or the word failed: those with samples that failed. Empty: all "
@@ -97,7 +98,7 @@ PARAMS = {
     ),
     "output_root": Param(
         "",
-        type="string",
+        type=["null", "string"],
         title="Output",
         description="Folder on the host below which the data set is written, an absolute path. Empty: the profile's.",
         examples=["/data/hidden_states"],
@@ -105,7 +106,7 @@ PARAMS = {
     ),
     "formats": Param(
         [],
-        type="array",
+        type=["null", "array"],
         items={"type": "string", "enum": list(FORMATS)},
         examples=list(FORMATS),
         title="Formats",
@@ -128,7 +129,7 @@ PARAMS = {
     ),
     "stop_after": Param(
         "",
-        type="string",
+        type=["null", "string"],
         pattern=r"^(([01][0-9]|2[0-3]):[0-5][0-9])?$",
         title="Stop after",
         description="A time of day such as 05:00, in the profile's time zone: extraction ends then in good order and "

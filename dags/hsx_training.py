@@ -40,14 +40,14 @@ with DAG(
     params={
         "profile": Param(
             "",
-            type="string",
+            type=["null", "string"],  # else Airflow's form wants them filled
             title="Profile",
             description="For a run by hand: the profile whose training runs. A run by the Asset takes the event's.",
             section="What",
         ),
         "handoff": Param(
             "",
-            type="string",
+            type=["null", "string"],  # else Airflow's form wants them filled
             title="Hand-off",
             description="For a run by hand: a handoff.json on the training host. Empty: of the profile's data set.",
             section="What",

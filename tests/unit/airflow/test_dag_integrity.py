@@ -57,9 +57,9 @@ def test_every_dag_is_told_owned_and_serializes(dags: dict[str, DAG]) -> None:
 def test_the_form_triggers_as_it_stands(dags: dict[str, DAG]) -> None:
     """Airflow's form won't trigger while a field is empty whose type does not take null."""
     for name, dag in dags.items():
-        for key, param in dag.params.items():
-            schema = dag.params.get_param(key).schema
-            assert param not in ("", []) or "null" in schema["type"], (name, key)
+        for key in dag.params:
+            param = dag.params.get_param(key)
+            assert param.value not in ("", []) or "null" in param.schema["type"], (name, key)
 
 
 def test_every_task_has_a_time_limit_and_every_host_task_retries(dags: dict[str, DAG]) -> None:

@@ -73,6 +73,19 @@ def extraction_under_way(stand: Stack, client: AirflowClient, run: str, dataset:
         time.sleep(0.2)
 
 
+def in_mid_shard(stand: Stack, client: AirflowClient, run: str) -> None:
+    """Until a shard of the run has some of its 60 samples, and most of them to come."""
+    assert stand.output is not None
+    deadline = time.monotonic() + RUN_TIMEOUT_S
+    while True:
+        files = stand.output.glob("ui-chats-*/shards/*/manifest.jsonl")
+        if any(1 <= len(f.read_text().splitlines()) <= 30 for f in files):
+            return
+        assert client.run_state(DAG_ID, run) in ("queued", "running")
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 # ------------------------------------------------------------------------------ the door
 
 
@@ -225,6 +238,7 @@ def test_a_failed_shard_is_told_with_its_reason_and_cleared_in_the_ui(
     run = RUNS["real"]
     server = json.loads((stand.host_dir / "hsx" / "state" / "server.json").read_text())
     assert server["mode"] == "extraction"
+    in_mid_shard(stand, client, run)  # between two shards the next one would start it anew
     os.killpg(server["pid"], signal.SIGKILL)
     assert client.watch(DAG_ID, run, timeout_s=RUN_TIMEOUT_S) == "failed"
     failed = [t for t in client.tasks(DAG_ID, run) if t.task_id == "extract" and t.state == "failed"]

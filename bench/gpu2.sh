@@ -6,8 +6,8 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 if [ "${CPU:-}" ]; then
-  dense=(tiny --chunk 256 --ring-mib 32 --samples 24 --rounds 1) mixture=(tiny --chunk 256 --ring-mib 32 --samples 24 --rounds 1)
-  cpu=(--cpu) tensor="--tp-size 2"
+  dense=(tiny --chunk 256 --ring-mib 32 --samples 24 --rounds 1)
+  mixture=("${dense[@]}") cpu=(--cpu) tensor="--tp-size 2"
 else
   dense=(8b --samples "${DENSE:-1200}") mixture=(kimi --samples "${MIXTURE:-500}")
   # its kernel for small messages takes no part in prefill, and wants peer access between the GPUs

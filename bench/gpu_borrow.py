@@ -40,10 +40,6 @@ if mib := int(sys.argv[1]):
     torch.cuda.synchronize()
 print("up", flush=True)
 time.sleep(86400)"""
-GPU_FLAGS = [
-    "--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none",
-    "--disable-flashinfer-autotune", "--skip-tokenizer-init", "--disable-cuda-graph", "--mem-fraction-static", "0.5",
-]  # fmt: skip
 
 
 @dataclass
@@ -171,7 +167,10 @@ def make_spec(work: Path, cpu: bool, more_flags: list[str]) -> c.RunSpec:
         import gpu_exact
         import gpu_servers
 
-        model, flags = gpu_exact.build("qwen3", work / "model"), GPU_FLAGS
+        model, flags = (
+            gpu_exact.build("qwen3", work / "model"),
+            [*gpu_servers.GPU_FLAGS, "--mem-fraction-static", "0.5"],
+        )
         env = {k: v for k, v in os.environ.items() if k.startswith(gpu_servers.INHERITED)}
     port = sglang_server.free_port()
     args = ["--model-path", str(model), *flags, *more_flags, "--host", "127.0.0.1", "--port", str(port)]

@@ -25,6 +25,7 @@ sys.path[:0] = [str(ROOT / "tests" / "system")]
 
 import torch  # noqa: E402
 from capture_client import Client, Reference  # noqa: E402
+from gpu_servers import GPU_FLAGS  # noqa: E402
 from sglang_server import CAPTURE, Server, free_port, wait_healthy  # noqa: E402
 
 CHUNK, VOCAB = 1024, 4096
@@ -162,9 +163,8 @@ def serve(model: Path, spec: Path, log: Path, more: list[str]) -> Server:
     path = os.pathsep.join(p for p in (str(CAPTURE), os.environ.get("PYTHONPATH", "")) if p)
     command = [
         sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1",
-        "--port", str(port), "--dtype", "bfloat16", "--skip-tokenizer-init", "--attention-backend", "triton",
-        "--sampling-backend", "pytorch", "--grammar-backend", "none", "--disable-flashinfer-autotune",
-        "--disable-radix-cache", "--disable-cuda-graph", "--chunked-prefill-size", str(CHUNK),
+        "--port", str(port), "--dtype", "bfloat16", *GPU_FLAGS, "--disable-radix-cache",
+        "--chunked-prefill-size", str(CHUNK),
         "--mem-fraction-static", "0.3", "--max-total-tokens", "65536", *more,
     ]  # fmt: skip
     with log.open("wb") as out:
@@ -183,12 +183,12 @@ def serve(model: Path, spec: Path, log: Path, more: list[str]) -> Server:
     return server
 
 
-def prompt(seed: int, length: int) -> list[int]:
+def prompt(seed: int, length: int, vocab: int = VOCAB) -> list[int]:
     """Random ids without the special ones."""
     import random
 
     rng = random.Random(seed)
-    return [rng.randrange(4, VOCAB) for _ in range(length)]
+    return [rng.randrange(4, vocab) for _ in range(length)]
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,9 @@ def main() -> int:
         began = time.monotonic()
         servers.start()
         first = loads[args.cases[0]]
+        warm = replace(first, ids=first.ids[: max(8, len(first.ids) // 8)], in_flight=args.concurrency)
         for extraction in (False, True):
-            drive(servers.url(extraction), first.ids[: max(8, len(first.ids) // 8)], args.concurrency)
+            drive(servers.url(extraction), warm)
         _tell(args.shape, "start", seconds=round(time.monotonic() - began, 1), server_mib=servers.memory_mib())
         measured: dict[str, list[float]] = {}
         rows = [_case(servers, case, load, measured) for case, load in loads.items()]
@@ -69,7 +71,7 @@ def main() -> int:
 CASES: dict[str, Callable[[Servers], Load]] = {
     "long": lambda s: s.load("long", s.args.samples),
     "quarter": lambda s: s.load("quarter", s.args.samples // 4),
-    "short": lambda s: s.load("short", s.args.short_samples, 99, 200),
+    "short": lambda s: s.load("short", s.args.short_samples, 99, 200, SHORT_IN_FLIGHT),
     "disk": lambda s: s.load("disk", s.args.disk_samples),
     "json": lambda s: s.load("json", s.args.json_samples),  # as long as the first of them
     "unseen": lambda s: s.load("unseen", s.args.samples),
@@ -79,17 +81,13 @@ CASES: dict[str, Callable[[Servers], Load]] = {
 def _case(servers: Servers, case: str, load: Load, measured: dict[str, list[float]]) -> str:
     """All rounds of a case, and its row of the table; ``measured`` gets the extraction's rates."""
     args = servers.args
-    usual = args.concurrency
-    args.concurrency = SHORT_IN_FLIGHT if case == "short" else usual
-    baselines: dict[str, Callable[[], float]] = {
-        "plain prefill": lambda: drive(servers.url(), load.ids, args.concurrency)
-    }
+    baselines: dict[str, Callable[[], float]] = {"plain prefill": lambda: drive(servers.url(), load)}
     if case == "unseen":
-        baselines["unseen"] = lambda: drive(servers.url(True), load.ids, args.concurrency)
+        baselines["unseen"] = lambda: drive(servers.url(True), load)
     if case == "disk":
         baselines["sequential write"] = lambda: _write(args.disk, load.tokens * servers.row_bytes)
     if case == "json":
-        baselines = {"JSON": lambda: drive(servers.url(), load.ids, args.concurrency, return_hidden_states=True)}
+        baselines = {"JSON": lambda: drive(servers.url(), load, return_hidden_states=True)}
     rates: dict[str, list[float]] = {name: [] for name in baselines}
     rates |= {} if case == "json" else {"extraction": []}
     for n in range(args.rounds):
@@ -111,7 +109,6 @@ def _case(servers: Servers, case: str, load: Load, measured: dict[str, list[floa
                 tok_s=round(rates[kind][-1], 1),
                 **facts,
             )
-    args.concurrency = usual
     rows = []
     measured[case] = rates.setdefault("extraction", measured.get("long", []))
     ours = statistics.median(measured[case])

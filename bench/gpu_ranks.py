@@ -28,7 +28,7 @@ import psutil
 import sglang_server
 import torch
 from capture_client import Client
-from gpu_exact import ALLOWED, CHUNK, LAYERS, VOCAB, error
+from gpu_exact import ALLOWED, CHUNK, LAYERS, VOCAB, error, prompt
 
 RING = 1 << 30
 SIZES: dict[str, tuple[str, dict[str, int]]] = {
@@ -115,8 +115,8 @@ def _start(name: str, model: Path, folder: Path, hidden: int, blocks: int, serve
 def _capture_all(one: Served, vocab: int, chunk: int) -> None:
     """The same prompts for every server: alone, then 16 at once."""
     lengths = [1, 2, 19, chunk - 1, chunk, chunk + 1, 2 * chunk + 1]
-    cases = {f"alone {n}": [_prompt(n, n, vocab)] for n in lengths}
-    cases["16 at once"] = [_prompt(100 + i, 40 + chunk * i // 8, vocab) for i in range(16)]
+    cases = {f"alone {n}": [prompt(n, n, vocab)] for n in lengths}
+    cases["16 at once"] = [prompt(100 + i, 40 + chunk * i // 8, vocab) for i in range(16)]
     for case, prompts in cases.items():
         with ThreadPoolExecutor(len(prompts)) as pool:
             got = list(pool.map(one.client.capture, prompts))
@@ -169,13 +169,6 @@ def _say(model: str, server: str, found: tuple[dict[str, Any], list[str]]) -> in
     line = {"model": model, "server": server, **facts, "ok": not problems}
     print(json.dumps(line | ({"problems": problems[:4]} if problems else {})), flush=True)
     return 1 if problems else 0
-
-
-def _prompt(seed: int, length: int, vocab: int) -> list[int]:
-    import random
-
-    rng = random.Random(seed)
-    return [rng.randrange(4, vocab) for _ in range(length)]
 
 
 def _serve_on_cpu(model: Path, spec: Path, log: Path, more: list[str]) -> Any:

@@ -56,10 +56,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "tiny": {},
 }  # fmt: skip
+# What a server needs on a GPU where flashinfer is not installed.
 GPU_FLAGS = [
-    "--load-format", "dummy", "--dtype", "bfloat16", "--skip-tokenizer-init", "--attention-backend", "triton",
-    "--sampling-backend", "pytorch", "--grammar-backend", "none", "--disable-flashinfer-autotune",
-    "--disable-cuda-graph", "--mem-fraction-static", "0.85", "--max-total-tokens", "262144", "--random-seed", "0",
+    "--skip-tokenizer-init", "--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend",
+    "none", "--disable-flashinfer-autotune", "--disable-cuda-graph",
+]  # fmt: skip
+_DUMMY_FLAGS = [
+    *GPU_FLAGS, "--load-format", "dummy", "--dtype", "bfloat16", "--mem-fraction-static", "0.85",
+    "--max-total-tokens", "262144", "--random-seed", "0",
 ]  # fmt: skip
 # What a server started by the host program gets of this environment (it inherits none by itself).
 INHERITED = ("SGLANG_", "TVM_", "HF_", "PYTHON", "NCCL_", "CUDA_", "TORCH_", "NVSHMEM_", "OMP_", "BENCH_")
@@ -68,7 +72,9 @@ INHERITED = ("SGLANG_", "TVM_", "HF_", "PYTHON", "NCCL_", "CUDA_", "TORCH_", "NV
 def add_arguments(p: ArgumentParser) -> None:
     """What both servers and all samples have in common."""
     p.add_argument("--shape", choices=SHAPES, required=True)
-    p.add_argument("--concurrency", type=int, default=64, help="samples in flight, of both clients")
+    p.add_argument(
+        "--concurrency", type=int, default=64, help="samples in flight, of both clients; the case short has its own"
+    )
     p.add_argument("--chunk", type=int, default=8192)
     p.add_argument("--writers", type=int, default=4)
     p.add_argument("--ring-mib", type=int, default=4096)
@@ -80,11 +86,11 @@ def add_arguments(p: ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Load:
-    """Samples of one case, and their file as the extraction reads it."""
+    """Samples of one case, their file as the extraction reads it, and how many are in flight, of both clients."""
 
-    name: str
     ids: list[list[int]]
     path: Path
+    in_flight: int
 
     @property
     def tokens(self) -> int:
@@ -108,7 +114,9 @@ class Servers:
         self.loads: dict[str, Load] = {}
         self.plain: subprocess.Popen[bytes] | None = None
 
-    def load(self, name: str, count: int, shortest: int = 99, longest: int = 8000) -> Load:
+    def load(
+        self, name: str, count: int, shortest: int = 99, longest: int = 8000, in_flight: int | None = None
+    ) -> Load:
         """Samples of a case: lengths lognormal(7.2, 0.6) within the bounds, evenly where they lie below its middle."""
         if self.args.shape == "tiny":
             longest = min(longest, 900)
@@ -123,24 +131,23 @@ class Servers:
         with path.open("w") as f:
             for one in ids:
                 f.write(json.dumps({"input_ids": one, "loss_mask": [1] * len(one)}) + "\n")
-        self.loads[name] = Load(name, ids, path)
+        self.loads[name] = Load(ids, path, in_flight or self.args.concurrency)
         return self.loads[name]
 
     def start(self) -> None:
         """Both at once, on the same devices."""
-        any_load = next(iter(self.loads.values()))
         with (self.work / "plain.log").open("wb") as log:
             self.plain = subprocess.Popen(
                 [sys.executable, "-m", "sglang.launch_server", *self._flags(self.args.port)],
                 stdout=log, stderr=log, start_new_session=True, env=os.environ | self._env(),
             )  # fmt: skip
-        self.verb("acquire", self.spec(any_load, "start"))
-        self.verb("serve", self.spec(any_load, "start"), "extraction")
+        self.verb("acquire", self._any_spec())
+        self.verb("serve", self._any_spec(), "extraction")
         _wait_healthy(self.url(), self.plain)
 
     def close(self) -> None:
         """End both servers and remove what was written."""
-        spec = self.spec(next(iter(self.loads.values())), "start")
+        spec = self._any_spec()
         if self.plain is not None:
             self.plain.terminate()
         self.verb("serve", spec, "stopped", check=False)
@@ -154,7 +161,7 @@ class Servers:
 
     def memory_mib(self) -> dict[str, float]:
         """Resident host memory of each server with all its processes, MiB."""
-        server = state.read_server(self.spec(next(iter(self.loads.values())), "start"))
+        server = state.read_server(self._any_spec())
         assert server is not None
         assert self.plain is not None
         return {"plain": _resident(self.plain.pid), "extraction": _resident(server.pid)}
@@ -190,10 +197,14 @@ class Servers:
                 self.layers, ["speculators_v1"], writers=args.writers, ring_bytes=args.ring_mib << 20
             ),
             data=c.DataSettings(
-                str(load.path), name, shard_size=len(load.ids), concurrency=args.concurrency, proof_samples=0
+                str(load.path), name, shard_size=len(load.ids), concurrency=load.in_flight, proof_samples=0
             ),
             benchmark=c.BenchmarkSettings(False, {}), cleanup=c.CleanupSettings("never", 0), lease_ttl_s=3600,
         )  # fmt: skip
+
+    def _any_spec(self) -> c.RunSpec:
+        """For verbs to which the data set is nothing."""
+        return self.spec(next(iter(self.loads.values())), "start")
 
     def verb(self, verb: str, spec: c.RunSpec, *args: str, check: bool = True) -> str:
         """One verb of the host program to its end; its document."""
@@ -222,7 +233,7 @@ class Servers:
         return [
             "--model-path", str(self.model), "--host", "127.0.0.1", "--port", str(port), "--disable-radix-cache",
             "--chunked-prefill-size", chunk, "--max-prefill-tokens", chunk,
-            *(sglang_server.FLAGS if self.args.shape == "tiny" else GPU_FLAGS), *self.args.server_args.split(),
+            *(sglang_server.FLAGS if self.args.shape == "tiny" else _DUMMY_FLAGS), *self.args.server_args.split(),
         ]  # fmt: skip
 
     def _env(self) -> dict[str, str]:
@@ -255,9 +266,9 @@ class Servers:
         return out.read_text(), peak
 
 
-def drive(url: str, prompts: list[list[int]], concurrency: int, **more: Any) -> float:
+def drive(url: str, load: Load, **more: Any) -> float:
     """Seconds in which a plain client prefills all prompts, longest first, as the extraction does."""
-    todo = sorted(prompts, key=len)
+    todo = sorted(load.ids, key=len)
     lock, failures = threading.Lock(), []
 
     def work() -> None:
@@ -279,7 +290,7 @@ def drive(url: str, prompts: list[list[int]], concurrency: int, **more: Any) -> 
                 answer.json()
 
     began = time.monotonic()
-    threads = [threading.Thread(target=work) for _ in range(concurrency)]
+    threads = [threading.Thread(target=work) for _ in range(load.in_flight)]
     for t in threads:
         t.start()
     for t in threads:

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlencode
 
@@ -60,26 +61,15 @@ def whole(context: BrowserContext, stand: Stack, name: str, run: str = "") -> No
     page.close()
 
 
-def extraction_under_way(stand: Stack, client: AirflowClient, run: str, dataset: str = "chats") -> None:
-    """Until samples are published and the run goes on."""
+def until_published(
+    stand: Stack, client: AirflowClient, run: str, enough: Callable[[list[int]], bool], dataset: str = "chats"
+) -> None:
+    """Until the numbers of published samples, by shard, are as wanted and the run goes on."""
     assert stand.output is not None
     deadline = time.monotonic() + RUN_TIMEOUT_S
     while True:
         files = stand.output.glob(f"ui-{dataset}-*/shards/*/manifest.jsonl")
-        if sum(len(f.read_text().splitlines()) for f in files) >= 20:
-            return
-        assert client.run_state(DAG_ID, run) in ("queued", "running")
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
-def in_mid_shard(stand: Stack, client: AirflowClient, run: str) -> None:
-    """Until a shard of the run has some of its 60 samples, and most of them to come."""
-    assert stand.output is not None
-    deadline = time.monotonic() + RUN_TIMEOUT_S
-    while True:
-        files = stand.output.glob("ui-chats-*/shards/*/manifest.jsonl")
-        if any(1 <= len(f.read_text().splitlines()) <= 30 for f in files):
+        if enough([len(f.read_text().splitlines()) for f in files]):
             return
         assert client.run_state(DAG_ID, run) in ("queued", "running")
         assert time.monotonic() < deadline
@@ -159,7 +149,7 @@ def test_progress_is_live_on_the_page_in_the_log_and_linked_from_the_task(
 ) -> None:
     assert stand.airflow is not None
     run = RUNS["real"] = client.trigger(DAG_ID, {})
-    extraction_under_way(stand, client, run)
+    until_published(stand, client, run, lambda counts: sum(counts) >= 20)
     frame = hidden_states(page, stand)  # the run that goes on is shown by itself
     expect(frame.get_by_text(run, exact=True).first).to_be_visible()
     expect(frame.locator("a.cell.running")).to_have_count(1)
@@ -238,7 +228,8 @@ def test_a_failed_shard_is_told_with_its_reason_and_cleared_in_the_ui(
     run = RUNS["real"]
     server = json.loads((stand.host_dir / "hsx" / "state" / "server.json").read_text())
     assert server["mode"] == "extraction"
-    in_mid_shard(stand, client, run)  # between two shards the next one would start it anew
+    # in the middle of a shard (of 60): between two, the next one would start it anew
+    until_published(stand, client, run, lambda counts: any(1 <= n <= 30 for n in counts))
     os.killpg(server["pid"], signal.SIGKILL)
     assert client.watch(DAG_ID, run, timeout_s=RUN_TIMEOUT_S) == "failed"
     failed = [t for t in client.tasks(DAG_ID, run) if t.task_id == "extract" and t.state == "failed"]

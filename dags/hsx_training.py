@@ -37,17 +37,17 @@ with DAG(
     start_date=datetime(2026, 1, 1, tzinfo=UTC),
     catchup=False,
     max_active_runs=1,  # events that come meanwhile wait, and start the next run together
-    params={
+    params={  # as they take null, Airflow's form lets them be empty
         "profile": Param(
             "",
-            type=["null", "string"],  # else Airflow's form wants them filled
+            type=["null", "string"],
             title="Profile",
             description="For a run by hand: the profile whose training runs. A run by the Asset takes the event's.",
             section="What",
         ),
         "handoff": Param(
             "",
-            type=["null", "string"],  # else Airflow's form wants them filled
+            type=["null", "string"],
             title="Hand-off",
             description="For a run by hand: a handoff.json on the training host. Empty: of the profile's data set.",
             section="What",

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hsx_demo.environments import OLDER_SGLANG, REPO, EnvironmentFailure, ensure
 
-# What runs where. Two workers where nothing shares a server; a server's tests run one after the other.
 SLOWEST = ("--durations", "8", "--durations-min", "15")  # what the minutes are spent on
+# What runs where. Two workers where nothing shares a server; a server's tests run one after the other.
 TEST = (
     ("host, unit", "host", ("tests/unit/host", "tests/unit/patches"), ("-n", "2")),
     ("host, system", "host", ("tests/system",), ("-n", "2", "--dist", "loadscope", *SLOWEST)),

@@ -7,7 +7,6 @@ manifest serve all of it. What fails is tried again, then gets its line in the f
 
 from __future__ import annotations
 
-import errno
 import os
 import queue
 import threading
@@ -16,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hsx_host.client import Captured, Client, NoSpace, SampleFault, ServerGone
+from hsx_host.client import Captured, Client, SampleFault, ServerGone
 from hsx_host.dataset import Sample
 from hsx_host.formats import Format
 from hsx_host.manifest import Failed, Ledger, Published
@@ -212,8 +211,7 @@ class Crew:
             try:
                 self._publish([whole for whole in batch if whole is not None])
             except Exception as e:
-                full = isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT)
-                self._ended.put(NoSpace(str(e)) if full else e)
+                self._ended.put(e)
                 return
         self._ended.put(None)
 

@@ -42,11 +42,10 @@ class TorchFile:
         """
         known = identity(ids.astype(np.int32), mask.astype(np.uint8)).hex()
         skeleton, fields = self._skeleton(len(ids), shape, known), self._fields(len(ids), shape)
-        placed = list(zip(fields, skeleton.offsets, strict=True))
         texts = {field.record: text(field, ids, mask) for field in fields if field.is_text}
         skeleton.write(path, {i: texts[field.record] for i, field in enumerate(fields) if field.is_text})
         crc_at = {field.record: at for field, at in zip(fields, skeleton.crc_at, strict=True)}
-        return laid(placed, skeleton.size, texts, shape, crc_at)
+        return laid(zip(fields, skeleton.offsets, strict=True), skeleton.size, texts, shape, crc_at)
 
     def complete(self, path: Path, made: Laid, crcs: dict[str, int], shape: Shape) -> dict[str, int]:
         """Put the records' checksums into the zip, so that any zip tool proves the file.

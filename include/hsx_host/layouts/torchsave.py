@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import os
 import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hsx_host.checksum import crc32
 from hsx_host.layouts.fields import ITEM_BYTES
 
 _ALIGN = 64
@@ -76,7 +76,7 @@ class Skeleton:
         for i, data in known.items():
             for at in self.crc_at[i]:
                 start, run = next((start, run) for start, run in reversed(runs) if start <= at)
-                run[at - start : at - start + 4] = struct.pack("<I", zlib.crc32(data))
+                run[at - start : at - start + 4] = struct.pack("<I", crc32(data))
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             os.ftruncate(fd, self.size)
@@ -98,7 +98,7 @@ def skeleton(body: Mapping[str, Value]) -> Skeleton:
     parts: list[tuple[int, bytes]] = []
     offsets, directory, descriptors, listed_bytes, at = [], [], [], 0, 0
     for name, size, data in records:
-        full, crc = f"{_ARCHIVE}/{name}".encode(), zlib.crc32(data) if data is not None else 0
+        full, crc = f"{_ARCHIVE}/{name}".encode(), crc32(data) if data is not None else 0
         pad = -(at + _LOCAL.size + len(full) + 4) % _ALIGN
         local = _LOCAL.pack(b"PK\3\4", 0, _FLAGS, 0, 0, 0, 0, 0, 0, len(full), 4 + pad)
         header = local + full + b"FB" + struct.pack("<H", pad) + b"Z" * pad

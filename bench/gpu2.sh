@@ -7,13 +7,12 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 if [ "${CPU:-}" ]; then
   dense=(tiny --chunk 256 --ring-mib 32 --samples 24 --rounds 1)
-  mixture=("${dense[@]}") cpu=(--cpu) tensor="--tp-size 2"
+  mixture=("${dense[@]}") cpu=(--cpu)
 else
   dense=(8b --samples "${DENSE:-1200}") mixture=(kimi --samples "${MIXTURE:-500}")
-  # its kernel for small messages takes no part in prefill, and wants peer access between the GPUs
-  cpu=() tensor="--tp-size 2 --disable-custom-all-reduce"
+  cpu=()
 fi
-port=${PORT:-30000} failed=0
+tensor="--tp-size 2" port=${PORT:-30000} failed=0
 step() {
   echo "== $*"
   timeout -k 60 -s INT "${LIMIT:-600}" bench/gpu.sh "$@" || { echo "== failed with $?: $*"; failed=1; }

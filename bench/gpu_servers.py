@@ -56,10 +56,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "tiny": {},
 }  # fmt: skip
-# What a server needs on a GPU where flashinfer is not installed.
+# What a server needs on a GPU where flashinfer is not installed. The all-reduce that is off is for small messages,
+# takes no part in prefill, and wants peer access between the GPUs.
 GPU_FLAGS = [
     "--skip-tokenizer-init", "--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend",
-    "none", "--disable-flashinfer-autotune", "--disable-cuda-graph",
+    "none", "--disable-flashinfer-autotune", "--disable-cuda-graph", "--disable-custom-all-reduce",
 ]  # fmt: skip
 _DUMMY_FLAGS = [
     *GPU_FLAGS, "--load-format", "dummy", "--dtype", "bfloat16", "--mem-fraction-static", "0.85",

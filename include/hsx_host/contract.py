@@ -440,7 +440,8 @@ class ProbeReport:
 @dataclass(frozen=True)
 class ShardSummary:
     """One shard after ``extract``. ``published`` counts samples in the manifest, ``extracted`` those of this call,
-    ``left`` those that the end of the window left for the next run; ``new_*`` are of this call."""
+    ``left`` those that the end of the window left for the next run; ``new_*`` are of this call. ``server`` is the one
+    that was left running: production, where this call borrowed the host itself and gave it back."""
 
     shard: int
     name: str
@@ -457,6 +458,7 @@ class ShardSummary:
     left: int = 0
     new_tokens: int = 0
     new_bytes: int = 0
+    server: ServerFacts | None = None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from hsx_host import borrow, formats, pace, proof, state, suspects
+from hsx_host import borrow, formats, pace, proof, serve, state, suspects
 from hsx_host.client import Client, NoSpace, ServerGone, live_engine, ready_norm_class
 from hsx_host.contract import PlanResult, RunSpec, ShardSummary
 from hsx_host.crew import Crew, failed_line
@@ -268,6 +268,7 @@ class _Shard:
             left=self._left,
             new_tokens=self._tokens,
             new_bytes=self._bytes,
+            server=serve.recorded_facts(self._spec),
             failures=[f"row {f.index} after {f.tries} tries: {f.reason}" for f in list(self._failed.values())[:20]],
         )
 

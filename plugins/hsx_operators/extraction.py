@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 #: XCom of an ``extract`` task whose samples failed: how many, and why.
 FAILURES = "failures"
+#: XCom of a shard that borrowed the host itself: the production server that it brought back.
+GIVEN_BACK = "given_back"
 #: Updated by each run that hands a data set to training; ``extra`` tells where it is and how to read it.
 HIDDEN_STATES = Asset("hsx_hidden_states")
 
@@ -117,6 +119,8 @@ class ExtractShardOperator(HostVerbOperator):
             document.proof,
         )
         metrics.shard_done(document, host)
+        if document.server is not None and document.server.mode == "production":
+            context["ti"].xcom_push(key=GIVEN_BACK, value=c.to_dict(document.server))
         return c.to_dict(document)
 
 

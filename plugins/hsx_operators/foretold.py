@@ -71,7 +71,7 @@ def _lines(
             f"Production would be down for about {human_seconds(down_s)}: the extraction, and "
             f"{human_seconds(pace['overhead_s'])} to stop, start, prove, verify and restore, as the last time."
         )
-    lines.append(disk["text"])
+    lines.append(f"{disk['text'][:1].upper()}{disk['text'][1:].rstrip('.')}.")
     if deletes:
         how = "after a person's approval" if run["cleanup_policy"] == "ask" else "without asking"
         size = human_bytes(sum(old["bytes"] for old in deletes))

@@ -58,8 +58,10 @@ class Told:
                 shown.append(line)
                 self._doc["text"] = line[:_TEXT_CHARS]
                 continue
-            self._doc.update({k: body[k] for k in _FIGURES if k in body})
-            self._point(body)
+            # a shard that borrows the host itself tells of the servers' soak too, which are no samples
+            if "shard" not in self._doc or body["progress"] == self._doc["verb"]:
+                self._doc.update({k: body[k] for k in _FIGURES if k in body})
+                self._point(body)
             if all(progress_of(later) is None for later in lines[i + 1 :]):
                 shown.append(line)
         return "\n".join(shown)

@@ -16,6 +16,7 @@ def datasets_of(
     facts: Mapping[Key, Mapping[str, Any]],
     verified: Mapping[Key, Mapping[str, Any]],
     consumers: Mapping[Key, Sequence[Mapping[str, Any]]],
+    shown: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """One entry a data set, the one that changed last first.
 
@@ -23,6 +24,7 @@ def datasets_of(
     :param facts: plan's XComs by run: a data set that nobody has handed off yet is known from there.
     :param verified: verify's result by run.
     :param consumers: DAG runs that a hand-off started, by the run that handed off.
+    :param shown: the run that the page shows: how far it has come is known.
     """
     found: dict[str, dict[str, Any]] = {}
     for one in handed:
@@ -46,9 +48,12 @@ def datasets_of(
             continue
         name = str(plan.get("dataset_id") or "")
         if name and name not in found:
+            made = (shown or {}).get("totals") if shown and shown["run_id"] == run.run_id else None
             found[name] = {
                 "dataset_id": name, "handed_off": False, "at": run.began, "dag_id": run.dag_id, "run_id": run.run_id,
-                "samples": plan["done"], "planned": plan["done"] + plan["todo"], "tokens": None, "bytes": None,
+                "samples": plan["done"] + (made["samples"] if made else 0), "planned": plan["done"] + plan["todo"],
+                "tokens": made["tokens"] if made and not plan["done"] else None,
+                "bytes": made["bytes"] if made and not plan["done"] else None,
                 "formats": {}, "layers": [], "model": {}, "engine": {}, "dir": plan["dataset_dir"], "handoff": "",
                 "manifest_sha256": "", "commands": {}, "proved": None, "failed": None, "consumers": [],
             }  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 from hsx_page.reading import Sighting
 
 Key = tuple[str, str]
+GIVES_BACK = ("RestoreProductionOperator", "ExtractShardOperator")
 
 
 def hosts_of(
@@ -66,7 +67,7 @@ def _host(
                 "run_id": told["run_id"], "dag_id": sight.run.dag_id, "since": told["since"], "renewed": renewed,
                 "expires": max(float(told["expires"]), renewed + ttl),
             }  # fmt: skip
-        elif sight.task.operator == "RestoreProductionOperator" and told.get("mode") == "production":
+        elif sight.task.operator in GIVES_BACK and told.get("mode") == "production":
             entry["lease"] = None
     return entry
 

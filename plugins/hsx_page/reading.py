@@ -16,10 +16,10 @@ from airflow.models.serialized_dag import SerializedDagModel
 from airflow.models.task_state_store import TaskStateStoreModel
 from airflow.models.taskinstance import TaskInstance
 from airflow.models.xcom import XComModel
-from sqlalchemy import and_, func, select
+from sqlalchemy import and_, func, or_, select
 from sqlalchemy.orm import Session
 
-from hsx_operators.extraction import HIDDEN_STATES
+from hsx_operators.extraction import GIVEN_BACK, HIDDEN_STATES
 from hsx_operators.foretold import FORETOLD
 from hsx_operators.plan import SKIPPED_BECAUSE
 from hsx_operators.published import PROGRESS, TRIES
@@ -33,7 +33,7 @@ TOLD_BY = (
     "StartServerOperator", "ServerHealthSensor", "ProbeOperator", "CleanupOldStatesOperator", "ExtractShardOperator",
     "VerifyDatasetOperator", "RestoreProductionOperator", "TrainingHandoffOperator", "VerdictOperator",
 )  # fmt: skip
-#: Operators whose results say in which mode a host is.
+#: Operators whose results say in which mode a host is; of a shard that borrowed it itself, ``GIVEN_BACK`` does.
 HOST_TOLD_BY = ("AcquireHostOperator", "StopServerOperator", "StartServerOperator", "ServerHealthSensor",
                 "RestoreProductionOperator")  # fmt: skip
 
@@ -145,22 +145,23 @@ def sightings(session: Session, of: Sequence[Run]) -> list[Sighting]:
     t, x = TaskInstance, XComModel
     same = and_(t.dag_id == x.dag_id, t.run_id == x.run_id, t.task_id == x.task_id, t.map_index == x.map_index)
     query = (
-        select(t.dag_id, t.run_id, t.task_id, t.operator, t.state, t.start_date, t.end_date, x.key, x.value)
+        select(
+            t.dag_id, t.run_id, t.task_id, t.map_index, t.operator, t.state, t.start_date, t.end_date, x.key, x.value
+        )
         .join(x, same)
         .where(
             t.dag_id.in_({r.dag_id for r in of}),
             t.run_id.in_({r.run_id for r in of}),
-            t.operator.in_(HOST_TOLD_BY),
-            x.key.in_((RESULT, PROGRESS)),
+            or_(and_(t.operator.in_(HOST_TOLD_BY), x.key.in_((RESULT, PROGRESS))), x.key == GIVEN_BACK),
         )
     )
-    rows: dict[tuple[str, str, str], tuple[Task, dict[str, Any]]] = {}
-    for dag_id, run_id, task_id, operator, state, began, ended, key, value in session.execute(query):
-        task = Task(task_id, -1, operator or "", state or "", 1, _unix(began), _unix(ended))
-        rows.setdefault((dag_id, run_id, task_id), (task, {}))[1][key] = _value(value)
+    rows: dict[tuple[str, str, str, int], tuple[Task, dict[str, Any]]] = {}
+    for dag_id, run_id, task_id, map_index, operator, state, began, ended, key, value in session.execute(query):
+        task = Task(task_id, map_index, operator or "", state or "", 1, _unix(began), _unix(ended))
+        rows.setdefault((dag_id, run_id, task_id, map_index), (task, {}))[1][key] = _value(value)
     return [
-        Sighting(by_id[dag_id, run_id], task, said.get(RESULT), said.get(PROGRESS))
-        for (dag_id, run_id, _), (task, said) in rows.items()
+        Sighting(by_id[dag_id, run_id], task, said.get(GIVEN_BACK) or said.get(RESULT), said.get(PROGRESS))
+        for (dag_id, run_id, _, _), (task, said) in rows.items()
         if (dag_id, run_id) in by_id
     ]
 

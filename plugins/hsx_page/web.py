@@ -103,15 +103,16 @@ def overview(session: Session, allowed: Sequence[str], dag: str, run: str, *, as
     facts = reading.run_facts(session, recent)
     looked = recent[:HOST_RUNS]
     handed = reading.handoffs(session, allowed, DATASETS) if assets else []
+    shown = None if chosen is None else _run(session, chosen, now)
     return {
         "now": now,
         "dags": list(allowed),
         "base": conf.get("api", "base_url", fallback="").rstrip("/"),
         "runs": [run_line(r, facts.get((r.dag_id, r.run_id), {})) for r in recent],
-        "run": None if chosen is None else _run(session, chosen, now),
+        "run": shown,
         "hosts": hosts_of(reading.sightings(session, looked), facts, reading.contacts(session, looked)),
         "datasets": datasets_of(
-            handed, recent, facts, reading.verified(session, handed), reading.consumers(session, handed)
+            handed, recent, facts, reading.verified(session, handed), reading.consumers(session, handed), shown
         )
         if assets
         else [],

@@ -240,7 +240,7 @@ def test_a_failed_shard_is_told_with_its_reason_and_cleared_in_the_ui(
     expect(frame.locator(".reason").first).to_contain_text("of shard")
     expect(frame.locator("section[aria-labelledby=host]")).to_contain_text("production serves")
     picture(page, "page-failed")
-    page.goto(f"{url(stand)}/dags/{DAG_ID}/runs/{run}/tasks/extract")
+    page.goto(f"{url(stand)}/dags/{DAG_ID}/runs/{run}/tasks/extract/mapped")
     expect(page.get_by_text("shard 0000").first).to_be_visible()
     picture(page, "grid-failed")
 
@@ -267,6 +267,9 @@ def test_the_second_try_ends_green_and_the_page_shows_what_became(
     frame = hidden_states(page, stand, run)
     expect(frame.locator("a.cell.done")).to_have_count(6)
     expect(frame.locator("a.cell.again").first).to_be_visible()
+    server = json.loads((stand.host_dir / "hsx" / "state" / "server.json").read_text())
+    assert server["mode"] == "production"  # the cleared shard borrowed the host itself, and gave it back
+    expect(frame.locator("section[aria-labelledby=host]")).to_contain_text(f"pid {server['pid']}")
     expect(frame.locator("#bench-chart-0")).to_be_visible()
     expect(frame.locator("section[aria-labelledby=datasets]")).to_contain_text("handed off")
     expect(frame.locator("section[aria-labelledby=datasets]")).to_contain_text("by next token")
@@ -276,7 +279,7 @@ def test_the_second_try_ends_green_and_the_page_shows_what_became(
     context = logged_in(browser, stand.airflow.url, stand.airflow.password, theme="dark")
     whole(context, stand, "page-after-whole-dark", run)
     context.close()
-    page.goto(f"{url(stand)}/dags/{DAG_ID}/runs/{run}/tasks/extract")
+    page.goto(f"{url(stand)}/dags/{DAG_ID}/runs/{run}/tasks/extract/mapped")
     expect(page.get_by_text("shard 0000").first).to_be_visible()
     picture(page, "grid-rerun")
 

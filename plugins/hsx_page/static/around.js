@@ -36,7 +36,7 @@ function benchmark(b, i, where) {
   const aside = b.after ? badge(b.after.within_tolerance ? "good" : "failed", b.after.within_tolerance ? "as before" : "slower than before") : html`<span class="quiet">the run has not measured it after yet</span>`;
   return section(`bench-${i}`, `Production before and after${where}`, aside, html`
     <div class="chart low"><canvas id=${`bench-chart-${i}`} role="img" aria-label=${(b.after ?? b.before).text}></canvas></div>
-    <div class="scroll"><table><thead><tr><th>Load</th><th class="n">Output, tok/s</th><th class="n">First token, ms</th><th class="n">Each token, ms</th><th class="n">After : before</th></tr></thead>
+    <div class="scroll"><table class="tight"><thead><tr><th>Load</th><th class="n">Output, tok/s</th><th class="n">First token, ms</th><th class="n">Each token, ms</th><th class="n">After : before</th></tr></thead>
       <tbody>${loads.map((name) => html`<tr><td>${name}</td>
         <td class="n">${pair(b, name, "output_tok_s", 1)}</td><td class="n">${pair(b, name, "ttft_ms", 0)}</td><td class="n">${pair(b, name, "tpot_ms", 1)}</td>
         <td class="n">${b.after?.ratios?.[name] === undefined ? f.nothing : `${(100 * b.after.ratios[name]).toFixed(0)} %`}</td></tr>`)}</tbody></table></div>`);
@@ -45,7 +45,7 @@ function benchmark(b, i, where) {
 function pair(b, load, name, digits) {
   const one = (when) => b[when]?.loads?.[load]?.[name];
   const text = (x) => (x === undefined ? f.nothing : x.toFixed(digits));
-  return b.after ? `${text(one("before"))} → ${text(one("after"))}` : text(one("before"));
+  return b.after ? html`${text(one("before"))} <span class="nowrap">→ ${text(one("after"))}</span>` : text(one("before"));
 }
 
 export function datasetSection(doc) {

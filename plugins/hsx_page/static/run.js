@@ -54,7 +54,7 @@ export function stepSection(doc) {
       <li class=${tone(s.state)}>
         <span class="mark" aria-hidden="true">${MARK[s.state] ?? "○"}</span>
         <span class="name">${out(s.url, s.task_id.replaceAll("_", " ").replaceAll(".", " · "), `${s.task_id}: ${s.state || "waiting"}`)}</span>
-        <span class="took">${s.began ? f.span((s.ended ?? doc.now) - s.began) : ""}</span>
+        <span class="took">${s.began && s.state !== "skipped" && s.state !== "upstream_failed" ? f.span((s.ended ?? doc.now) - s.began) : ""}</span>
         ${s.says || s.count !== null || s.tries > 1 ? html`<span class="says">${s.count === null ? s.says : `${f.count(s.done)} of ${f.count(s.count)} shards`}${s.tries > 1 && s.count === null ? html` <em>try ${s.tries}</em>` : nothing}</span>` : nothing}
       </li>`)}</ol>`);
 }

@@ -211,6 +211,16 @@ def test_a_host_given_back_has_no_lease_and_a_later_run_s_look_is_the_newest() -
     assert (host["mode"], host["lease"], host["healthy"], host["healthy_at"]) == ("production", None, True, NOW - 90)
 
 
+def test_a_shard_that_borrowed_the_host_itself_tells_of_the_production_server_that_it_brought_back() -> None:
+    seen = [
+        sight("ExtractShardOperator", {"mode": "production", "pid": 9, "port": 30000, "ready_s": 8.0}, NOW - 10),
+        sight("AcquireHostOperator", LEASE, NOW - 300),
+        sight("RestoreProductionOperator", {"mode": "production", "pid": 8, "port": 30000, "ready_s": 9.0}, NOW - 100),
+    ]
+    [host] = hosts_of(seen, FACTS, {})
+    assert (host["mode"], host["pid"], host["lease"], host["healthy_at"]) == ("production", 9, None, NOW - 10)
+
+
 def test_a_transition_under_way_and_one_that_failed_are_told() -> None:
     stopped = sight("StopServerOperator", {"mode": "stopped", "pid": 0, "port": 0, "ready_s": 0.0}, NOW - 50)
     under_way = sight("StartServerOperator", None, None, "deferred", text="loading weights")
@@ -237,6 +247,13 @@ def test_data_sets_are_handed_off_or_being_made_and_each_once() -> None:
     found = datasets_of(handed, runs, facts, {("d", "r2"): {"proved": 4, "failed": 0}}, consumers)
     assert [(d["dataset_id"], d["handed_off"], d["samples"]) for d in found] == [("a", True, 5), ("b", False, 3)]
     assert (found[0]["proved"], found[0]["consumers"][0]["dag_id"], found[1]["planned"]) == (4, "train", 10)
+    shown = {"run_id": "r3", "totals": {"samples": 2, "tokens": 20, "bytes": 200}}
+    [_, grows] = datasets_of(handed, runs, facts, {}, {}, shown)
+    assert (grows["samples"], grows["planned"], grows["tokens"]) == (5, 10, None)  # the three before were not told
+    plan["done"], plan["todo"] = 0, 10
+    facts["d", "r3"]["plan"] |= plan
+    [_, grows] = datasets_of(handed, runs, facts, {}, {}, shown)
+    assert (grows["samples"], grows["tokens"], grows["bytes"]) == (2, 20, 200)
 
 
 # ------------------------------------------------------------------------------ places

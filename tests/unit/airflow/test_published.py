@@ -41,6 +41,18 @@ def test_a_worker_s_document_goes_on_in_the_trigger() -> None:
     assert then.document()["since"] == first.document()["since"]
 
 
+def test_a_shard_that_borrows_the_host_itself_counts_no_soak_as_samples() -> None:
+    told = Told("gpu-7", ["extract", "--shard", "3"], shard=3)
+    told.hear(line(33, 1.0, total=33))
+    soak = json.dumps({"progress": "soak production", "done": 2, "total": 2, "tokens": 0, "bytes": 0, "at": 9.0})
+    assert told.hear(soak) == soak  # a reader of the log sees it
+    document = told.document()
+    assert (document["done"], document["total"], document["points"]) == (33, 33, [[1.0, 33, 330, 3300]])
+    start = Told("gpu-7", ["serve", "production"])
+    start.hear(soak)
+    assert start.document()["total"] == 2
+
+
 def test_a_long_job_s_course_stays_small_and_keeps_both_ends() -> None:
     told = Told("gpu-7", ["extract"], shard=3)
     for i in range(3000):

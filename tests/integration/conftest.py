@@ -17,7 +17,11 @@ import pytest
 os.environ["AIRFLOW_HOME"] = tempfile.mkdtemp(prefix="hsx-airflow-")
 os.environ["AIRFLOW__CORE__LOAD_EXAMPLES"] = "False"
 
+from dag_story import PROFILES, write_chats
+
+from hsx_demo.client import AirflowClient
 from hsx_demo.sshd import SshServer, start_sshd
+from hsx_demo.stack import Stack
 from hsx_host import contract as c
 from hsx_operators.bundle import Bundle, make_bundle
 from hsx_operators.hook import GpuHostHook
@@ -133,3 +137,34 @@ def host(hook: GpuHostHook, spec: c.RunSpec) -> dict[str, Any]:
         "spec_path": hook.put_document(spec),
         "shard_retries": 0,
     }
+
+
+@pytest.fixture(scope="module")
+def stand(tmp_path_factory: pytest.TempPathFactory, host_python: str, tiny_model: Path) -> Iterator[Stack]:
+    """A borrowed host with production running, and Airflow beside it."""
+    work = tmp_path_factory.mktemp("stand")
+    profiles = shutil.copytree(PROFILES, work / "profiles")
+    shutil.copy(profiles / "tiny.yaml", profiles / "asks.yaml")
+    stack = Stack(
+        work / "s",
+        python_host=host_python,
+        model=tiny_model,
+        dataset=write_chats(work / "chats.jsonl", seed=7),
+        profile="tiny",
+        extra_env={"HSX_PROFILES": str(profiles)},
+    )
+    try:
+        stack.start_host()
+        stack.launch_production()
+        stack.start_airflow()
+        stack.wait_production()
+        yield stack
+    finally:
+        stack.stop()
+
+
+@pytest.fixture(scope="module")
+def client(stand: Stack) -> AirflowClient:
+    """The REST API, as the UI uses it."""
+    assert stand.airflow is not None
+    return stand.airflow.client()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from dag_story import write_chats
 
 from hsx_demo.client import AirflowClient, Task
 from hsx_demo.components import REPO
@@ -20,21 +21,11 @@ PROFILES = Path(__file__).parent / "profiles"
 PATIENCE_S = 1500.0
 
 
-def write_chats(path: Path, seed: int, count: int = 120) -> Path:
-    """Samples of 20 to 199 random tokens."""
-    rng = random.Random(seed)
-    with path.open("w") as f:
-        for _ in range(count):
-            n = rng.randrange(20, 200)
-            f.write(json.dumps({"input_ids": [rng.randrange(4, 512) for _ in range(n)], "loss_mask": [1] * n}) + "\n")
-    return path
-
-
 class TwoHosts:
     """Host ``a`` comes with Airflow; ``b`` is a host alone, with the same settings on another port."""
 
     def __init__(self, work: Path, python_host: str, model: Path, profiles: Path = PROFILES) -> None:
-        data = write_chats(work / "chats.jsonl", seed=11)
+        data = write_chats(work / "chats.jsonl", seed=11, longest=199)
         common = {"python_host": python_host, "model": model, "dataset": data}
         own = {"HSX_PROFILES": str(PROFILES)}
         self.b = Stack(work / "b", output=work / "out", profile="tiny", extra_env=own, **common)  # type: ignore[arg-type]

@@ -29,9 +29,10 @@ from gpu_servers import GPU_FLAGS  # noqa: E402
 from sglang_server import CAPTURE, Server, free_port, wait_healthy  # noqa: E402
 
 CHUNK, VOCAB = 1024, 4096
-# Relative error of a plane's median row; neighbours among these random layers are ten times farther apart. The median,
-# because bf16 noise sends some tokens of a mixture to another expert, in one engine and not in the other.
-ALLOWED = 0.03
+# Relative error of a plane's median row: bf16 makes 0.01 to 0.03 of it, neighbours among these random layers are ten
+# times farther apart. The median, because that noise sends some tokens of a mixture to another expert, in one engine
+# and not in the other.
+ALLOWED = 0.05
 LAYERS = [1, 3, 5]
 FOR_SGLANG = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 COMMON: dict[str, Any] = {

@@ -68,7 +68,7 @@ test-matrix:     ## capture in SGLang 0.5.14, 0.5.17 and the newest, under every
 test-trainers:   ## the trainers' own code on a data set that SGLang made; installs each of them once
 	@$(use_host); $(rooms); exec "$$HSX_HOST_PYTHON" -m pytest tests/trainers
 
-test-compose:    ## the commands of docs/install.md, and what docker-compose.yaml wants in .env; needs Docker Compose, no engine
+test-compose:    ## docker-compose.yaml for real, and the commands of docs/install.md; needs Docker
 	@$(use_airflow); $(use_host); $(rooms); export HSX_COMPOSE="$${HSX_COMPOSE:-docker compose}"; exec "$$AF" -m pytest tests/compose
 
 lint:            ## ruff and mypy

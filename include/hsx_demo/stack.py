@@ -100,13 +100,13 @@ class Stack:
 
     # ------------------------------------------------------------------ the host
 
-    def start_host(self) -> SshServer:
-        """The SSH server, and the folders of the host."""
+    def start_host(self, *, listen: str = "127.0.0.1") -> SshServer:
+        """The SSH server, on an address of this machine, and the folders of the host."""
         for folder in ("hsx", "old_states"):
             (self.host_dir / folder).mkdir(parents=True, exist_ok=True)
         assert self.output is not None
         self.output.mkdir(parents=True, exist_ok=True)
-        self.ssh = start_sshd(self.work / "ssh", env={TOKEN: self.token})
+        self.ssh = start_sshd(self.work / "ssh", host=listen, env={TOKEN: self.token})
         self.save()
         return self.ssh
 

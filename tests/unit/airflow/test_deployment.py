@@ -31,6 +31,7 @@ def test_airflow_has_one_version_everywhere(services: dict[str, Any]) -> None:
     assert f"FROM apache/airflow:{pinned[1]}\n" in read("Dockerfile")
     assert {s["image"] for s in services.values() if "build" in s} == {f"hsx-airflow:{pinned[1]}"}
     assert values["airflowVersion"] == values["images"]["airflow"]["tag"] == pinned[1]
+    assert f"apache/airflow:{pinned[1]} " in read("tests/compose/stand_ins.sh")
     assert f"hsx-airflow:{pinned[1]} " in read("docs/install.md")
 
 

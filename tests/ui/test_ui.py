@@ -194,9 +194,11 @@ def test_progress_is_live_on_the_page_in_the_log_and_linked_from_the_task(
     ]
     assert f"/plugin/hidden-states/hsx/?dag={DAG_ID}" in link["Hidden states"]
     page.goto(f"{url(stand)}/dags/{DAG_ID}/runs/{run}/tasks/extract/mapped/{task.map_index}")
-    button = page.get_by_role("link", name="Hidden states").last
-    expect(button).to_be_visible()
+    expect(page.get_by_text(re.compile(r"extract: \d+ of 60 ")).first).to_be_visible()
     picture(page, "task-running")
+    page.get_by_role("link", name="Details").click()
+    page.locator(f"a[href*='/plugin/hidden-states/hsx/?dag={DAG_ID}']", has_text="Hidden states").click()
+    expect(page.frame_locator("iframe").get_by_text(run, exact=True).first).to_be_visible()
 
 
 def test_the_page_is_used_by_keyboard_alone(page: Page, stand: Stack) -> None:

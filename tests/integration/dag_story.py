@@ -1,10 +1,11 @@
-"""One run of the whole DAG on a stand of its own (fixtures ``stand`` and ``client``), and what is asked of it."""
+"""Runs of the whole DAG, and what is asked of them and of the host that they borrow."""
 
 from __future__ import annotations
 
 import json
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hsx_demo.client import AirflowClient, Task
 from hsx_demo.stack import DAG_ID, Stack
 
 PROFILES = Path(__file__).parent / "profiles"
-RUN_TIMEOUT_S = 900.0
+RUN_TIMEOUT_S = 1500.0
 
 
 def write_chats(path: Path, seed: int, samples: int = 120, longest: int = 399) -> Path:
@@ -27,45 +28,41 @@ def write_chats(path: Path, seed: int, samples: int = 120, longest: int = 399) -
 
 
 class Run:
-    """One run of the DAG and what is asked of it."""
+    """One run of a DAG and what is asked of it. A task is named by its id, a mapped one ``id.map_index``."""
 
-    def __init__(self, client: AirflowClient, conf: dict[str, Any]) -> None:
-        self.client = client
-        self.id = client.trigger(DAG_ID, conf)
+    def __init__(
+        self, client: AirflowClient, conf: dict[str, Any] | None = None, dag_id: str = DAG_ID, run_id: str = ""
+    ) -> None:
+        self.client, self.dag_id = client, dag_id
+        self.id = run_id or client.trigger(dag_id, conf or {})
 
     def end(self) -> str:
-        return self.client.watch(DAG_ID, self.id, timeout_s=RUN_TIMEOUT_S, poll_s=1.0)
+        return self.client.watch(self.dag_id, self.id, timeout_s=RUN_TIMEOUT_S, poll_s=1.0)
 
     def tasks(self) -> dict[str, Task]:
-        return {
-            t.task_id if t.map_index < 0 else f"{t.task_id}.{t.map_index}": t
-            for t in self.client.tasks(DAG_ID, self.id)
-        }
+        found = self.client.tasks(self.dag_id, self.id)
+        return {t.task_id if t.map_index < 0 else f"{t.task_id}.{t.map_index}": t for t in found}
 
     def states(self) -> dict[str, str]:
         return {name: t.state for name, t in self.tasks().items()}
 
     def log(self, name: str) -> str:
-        return "\n".join(self.client.log_lines(DAG_ID, self.id, self.tasks()[name]))
+        return "\n".join(self.client.log_lines(self.dag_id, self.id, self.tasks()[name]))
 
-    def xcom(self, task_id: str, map_index: int = -1) -> Any:
-        return self.client.xcom(DAG_ID, self.id, task_id, map_index=map_index)
+    def xcom(self, task_id: str, key: str = "return_value", map_index: int = -1) -> Any:
+        return self.client.xcom(self.dag_id, self.id, task_id, key, map_index)
 
-    def wait_published(self, stand: Stack, count: int, dataset: str) -> None:
-        """Until ``count`` samples of a data set are published and the run still goes on."""
+    def wait(self, name: str, *states: str) -> None:
+        """Until a task is in one of these states and the run still goes on."""
+        self.until(lambda: self.states().get(name) in states, 0.5)
+
+    def until(self, holds: Callable[[], bool], poll_s: float = 0.02) -> None:
+        """Until something holds and the run still goes on."""
         deadline = time.monotonic() + RUN_TIMEOUT_S
-        while len(manifest(stand, dataset)) < count:
-            assert self.client.run_state(DAG_ID, self.id) in ("queued", "running"), self.story()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-
-    def wait_state(self, task_id: str, state: str) -> None:
-        """Until a task stands in ``state`` and the run still goes on."""
-        deadline = time.monotonic() + RUN_TIMEOUT_S
-        while self.states().get(task_id) != state:
-            assert self.client.run_state(DAG_ID, self.id) in ("queued", "running"), self.story()
-            assert time.monotonic() < deadline
-            time.sleep(0.5)
+        while not holds():
+            assert self.client.run_state(self.dag_id, self.id) in ("queued", "running"), self.story()
+            assert time.monotonic() < deadline, self.story()
+            time.sleep(poll_s)
 
     def answer(self, task_id: str, choice: str) -> None:
         """Answer as a person: not within the seconds in which the scheduler still learns that the task's worker ended.
@@ -73,7 +70,7 @@ class Run:
         It takes a task for lost that is scheduled again before (as with a trigger: hsx_operators.triggers.SETTLE_S).
         """
         time.sleep(8.0)
-        self.client.answer(DAG_ID, self.id, task_id, choice)
+        self.client.answer(self.dag_id, self.id, task_id, choice)
 
     def story(self) -> str:
         """For an assertion that fails: every state, and the log of what failed."""

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dag_story import write_chats
-from two_hosts import DAG, Run, TwoHosts
+from dag_story import Run, write_chats
+from two_hosts import DAG, TwoHosts
 
 from hsx_demo import processes
 from hsx_demo.client import AirflowClient
@@ -50,8 +50,10 @@ def kill_extraction_server(hosts: TwoHosts) -> None:
 
 
 def test_a_failed_hosts_shards_are_done_by_the_other(hosts: TwoHosts, client: AirflowClient) -> None:
-    run = Run(client, DAG)
+    run = Run(client, dag_id=DAG)
     run.wait("b.extract.0", "running", "deferred")
+    shards = {shard["id"] for shard in run.xcom("b.share")}
+    run.until(lambda: len(hosts.published(shards)) >= 3)  # in mid-shard: before, the step would start the server anew
     kill_extraction_server(hosts)
     assert run.end() == "failed", run.story()
     states = run.states()
@@ -73,7 +75,7 @@ def test_a_host_that_is_away_stops_nothing(hosts: TwoHosts, client: AirflowClien
     assert hosts.b.ssh is not None
     processes.stop(hosts.b.ssh.child)
     before = hosts.journal(hosts.b)
-    run = Run(client, DAG, {"dataset": str(write_chats(tmp_path / "away.jsonl", seed=12, samples=40))})
+    run = Run(client, {"dataset": str(write_chats(tmp_path / "away.jsonl", seed=12, samples=40))}, DAG)
     assert run.end() == "failed", run.story()
     states = run.states()
     assert states["plan"] == states["a.restore"] == states["handoff"] == "success", run.story()
@@ -97,7 +99,7 @@ def hold(hosts: TwoHosts, verb: str) -> None:
 def test_a_night_waits_while_a_person_has_the_host(hosts: TwoHosts, client: AirflowClient, tmp_path: Path) -> None:
     data = str(write_chats(tmp_path / "held.jsonl", seed=13, samples=20))
     hold(hosts, "acquire")
-    run = Run(client, NIGHT, {"dataset": data, "profile": "night"})
+    run = Run(client, {"dataset": data, "profile": "night"}, NIGHT)
     try:
         run.wait("acquire", "up_for_retry")
         assert hosts.a.production_healthy()
@@ -114,9 +116,9 @@ def test_a_window_ends_in_good_order_and_the_next_run_goes_on(
     hosts: TwoHosts, client: AirflowClient, tmp_path: Path
 ) -> None:
     data = write_chats(tmp_path / "window.jsonl", seed=14, samples=20_000, longest=199)  # more than minutes allow
-    soon = datetime.now(UTC) + timedelta(minutes=4)
+    soon = datetime.now(UTC) + timedelta(minutes=5)
     berlin = client_clock(soon)
-    run = Run(client, NIGHT, {"dataset": str(data), "stop_after": berlin})
+    run = Run(client, {"dataset": str(data), "stop_after": berlin}, NIGHT)
     assert run.end() == "success", run.story()
     states, said = run.states(), run.log("verdict")
     assert states["handoff"] == "skipped"
@@ -129,14 +131,14 @@ def test_a_window_ends_in_good_order_and_the_next_run_goes_on(
     subject, text = hosts.told()[-1]
     assert subject == "hsx: window_ended"
     assert "samples are left for the next run" in text
-    again = Run(client, NIGHT, {"dataset": str(data), "dry_run": True})
+    again = Run(client, {"dataset": str(data), "dry_run": True}, NIGHT)
     assert again.end() == "success", again.story()
     assert again.xcom("plan", "plan")["done"] == published
 
 
 def test_a_short_disk_is_told_and_touches_nothing(hosts: TwoHosts, client: AirflowClient, tmp_path: Path) -> None:
     data = str(write_chats(tmp_path / "short.jsonl", seed=16, samples=20))
-    run = Run(client, "hsx_extraction", {"profile": "short", "dataset": data})
+    run = Run(client, {"profile": "short", "dataset": data})
     assert run.end() == "failed", run.story()
     assert run.states()["acquire"] == "upstream_failed"
     subject, text = hosts.told()[-1]
@@ -158,7 +160,7 @@ def test_a_backfill_does_what_is_missing_once(hosts: TwoHosts, client: AirflowCl
     runs = [r for r in client.get(f"dags/{NIGHT}/dagRuns", limit=100)["dag_runs"] if r["run_type"] == "backfill"]
     assert len(runs) in (2, 3)
     ids = [r["dag_run_id"] for r in sorted(runs, key=lambda r: r["logical_date"])]
-    ended = [Run(client, NIGHT, run_id=run_id) for run_id in ids]
+    ended = [Run(client, dag_id=NIGHT, run_id=run_id) for run_id in ids]
     assert [r.end() for r in ended] == ["success"] * len(ended), [r.story() for r in ended]
     assert ended[0].xcom("handoff")["samples"] == 20
     for later in ended[1:]:

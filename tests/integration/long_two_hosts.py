@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from two_hosts import DAG, Run, TwoHosts
+from dag_story import Run
+from two_hosts import DAG, TwoHosts
 
 from hsx_demo import processes
 
@@ -25,7 +26,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory, host_python: str, tiny_model
 
 def test_two_hosts_make_one_data_set_and_each_is_given_back(hosts: TwoHosts) -> None:
     assert hosts.a.airflow is not None
-    run = Run(hosts.a.airflow.client(), DAG)
+    run = Run(hosts.a.airflow.client(), dag_id=DAG)
     assert run.end() == "success", run.story()
     shares = run.xcom("plan", "shares")
     assert sorted(s["id"] for share in shares.values() for s in share) == [0, 1, 2, 3]
@@ -49,7 +50,7 @@ def test_two_hosts_make_one_data_set_and_each_is_given_back(hosts: TwoHosts) -> 
     assert "b: Production is up again" in said
     assert "handed on: 120 samples" in said
 
-    again = Run(hosts.a.airflow.client(), DAG)
+    again = Run(hosts.a.airflow.client(), dag_id=DAG)
     assert again.end() == "success", again.story()
     assert "Nothing to do: all 120 samples" in again.log("gate")
     assert again.states()["b.acquire"] == again.states()["reassign"] == "skipped"

@@ -30,7 +30,7 @@ def test_old_states_go_only_after_a_person_approved_their_list(
     conf = {"profile": "asks", "dataset": str(data), "benchmark": "off"}
 
     run = Run(client, conf)
-    run.wait_state("approve_cleanup", "awaiting_input")
+    run.wait("approve_cleanup", "awaiting_input")
     asked = client.get(f"dags/{DAG_ID}/dagRuns/{run.id}/taskInstances/approve_cleanup/-1/hitlDetails")
     assert str(old) in asked["body"]
     assert "2.0 GiB" in asked["body"]
@@ -42,7 +42,7 @@ def test_old_states_go_only_after_a_person_approved_their_list(
     assert production_untouched(stand)
 
     run = Run(client, conf)
-    run.wait_state("approve_cleanup", "awaiting_input")
+    run.wait("approve_cleanup", "awaiting_input")
     run.answer("approve_cleanup", "Approve")
     assert run.end() == "success", run.story()
     cleaned = run.xcom("cleanup_old_states")
@@ -69,7 +69,7 @@ def test_a_host_program_killed_is_red_and_production_comes_back_and_a_whole_clea
     stand: Stack, client: AirflowClient, tmp_path: Path
 ) -> None:
     run = Run(client, {"shards": "0", "dataset": str(write_chats(tmp_path / "more.jsonl", seed=8)), "benchmark": "off"})
-    run.wait_published(stand, 3, "more")
+    run.until(lambda: len(manifest(stand, "more")) >= 3)
     jobs = sorted((stand.host_dir / "hsx" / "jobs").glob("extract-*/job.json"), key=lambda f: f.stat().st_mtime)
     os.killpg(json.loads(jobs[-1].read_text())["pid"], signal.SIGKILL)  # the runner leads its session: verb and runner
 
@@ -82,7 +82,7 @@ def test_a_host_program_killed_is_red_and_production_comes_back_and_a_whole_clea
 
     client.clear(DAG_ID, run.id, [("extract", 0)], only_failed=False, include_downstream=True)
     assert run.end() == "success", run.story()
-    assert run.xcom("extract", 0)["extracted"] == 100 - published
+    assert run.xcom("extract", map_index=0)["extracted"] == 100 - published
     assert run.tasks()["restore"].try_number == 2  # setups and teardowns come along with such a clear
     assert list(stand.output.glob("tiny-more-*/tmp/*")) == []  # type: ignore[union-attr]
     assert stand.production_healthy()

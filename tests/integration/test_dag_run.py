@@ -80,7 +80,7 @@ def test_a_server_killed_in_mid_extraction_is_red_and_production_comes_back_and_
     stand: Stack, client: AirflowClient
 ) -> None:
     run = Run(client, {"shards": "0"})
-    run.wait_published(stand, 3, "chats")
+    run.until(lambda: len(manifest(stand)) >= 3)
     server = json.loads((stand.host_dir / "hsx" / "state" / "server.json").read_text())
     assert server["mode"] == "extraction"
     os.killpg(server["pid"], signal.SIGKILL)
@@ -104,7 +104,7 @@ def test_a_server_killed_in_mid_extraction_is_red_and_production_comes_back_and_
     began = len(journal(stand))
     client.clear(DAG_ID, run.id, [("extract", 0)], only_failed=True, include_downstream=True)
     assert run.end() == "success", run.story()
-    summary = run.xcom("extract", 0)
+    summary = run.xcom("extract", map_index=0)
     assert summary["extracted"] == 100 - published
     assert summary["published"] == summary["samples"] == 100
     page = client.page(dag=DAG_ID, run=run.id)

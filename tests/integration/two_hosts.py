@@ -6,19 +6,16 @@ import json
 import os
 import subprocess
 import sys
-import time
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from dag_story import write_chats
 
-from hsx_demo.client import AirflowClient, Task
 from hsx_demo.components import REPO
 from hsx_demo.stack import Stack
 
 DAG = "hsx_extraction__two"
 PROFILES = Path(__file__).parent / "profiles"
-PATIENCE_S = 1500.0
 
 
 class TwoHosts:
@@ -67,46 +64,7 @@ class TwoHosts:
         lines = self.alerts.read_text().splitlines() if self.alerts.exists() else []
         return [(subject, text) for subject, text in map(json.loads, lines)]
 
-    def published(self) -> list[str]:
+    def published(self, shards: Collection[int] = range(100)) -> list[str]:
         """Manifest lines of the shared data set."""
         files = (self.a.work.parent / "out").glob("two-*/shards/*/manifest.jsonl")
-        return [line for f in files for line in f.read_text().splitlines()]
-
-
-class Run:
-    """One run of a DAG and what is asked of it."""
-
-    def __init__(
-        self, client: AirflowClient, dag_id: str, conf: dict[str, Any] | None = None, run_id: str = ""
-    ) -> None:
-        self.client, self.dag_id = client, dag_id
-        self.id = run_id or client.trigger(dag_id, conf or {})
-
-    def end(self) -> str:
-        return self.client.watch(self.dag_id, self.id, timeout_s=PATIENCE_S, poll_s=1.0)
-
-    def tasks(self) -> dict[str, Task]:
-        found = self.client.tasks(self.dag_id, self.id)
-        return {t.task_id if t.map_index < 0 else f"{t.task_id}.{t.map_index}": t for t in found}
-
-    def states(self) -> dict[str, str]:
-        return {name: t.state for name, t in self.tasks().items()}
-
-    def log(self, name: str) -> str:
-        return "\n".join(self.client.log_lines(self.dag_id, self.id, self.tasks()[name]))
-
-    def xcom(self, task_id: str, key: str = "return_value", map_index: int = -1) -> Any:
-        return self.client.xcom(self.dag_id, self.id, task_id, key, map_index)
-
-    def wait(self, name: str, *states: str) -> None:
-        """Until a task of the run is in one of these states."""
-        deadline = time.monotonic() + PATIENCE_S
-        while self.states().get(name) not in states:
-            assert time.monotonic() < deadline, self.story()
-            assert self.client.run_state(self.dag_id, self.id) in ("queued", "running"), self.story()
-            time.sleep(0.5)
-
-    def story(self) -> str:
-        """For an assertion that fails: every state, and the log of what failed."""
-        failed = [n for n, t in self.tasks().items() if t.state == "failed"]
-        return "\n".join([str(self.states()), *(f"--- {n}\n{self.log(n)[-3000:]}" for n in failed)])
+        return [line for f in files if int(f.parent.name) in shards for line in f.read_text().splitlines()]

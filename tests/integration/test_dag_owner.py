@@ -14,6 +14,7 @@ from hsx_demo.client import AirflowClient
 from hsx_demo.stack import DAG_ID, Stack
 
 OLD_BYTES = 2 << 30
+FORMATS = ["speculators_v1", "speculators", "specforge", "modelopt"]
 
 # The tests below are one story, in this order: production is first stopped after the approval.
 
@@ -41,7 +42,7 @@ def test_old_states_go_only_after_a_person_approved_their_list(
     assert (old / "data_0.pt").exists()
     assert production_untouched(stand)
 
-    run = Run(client, conf)
+    run = Run(client, conf | {"formats": FORMATS})
     run.wait("approve_cleanup", "awaiting_input")
     run.answer("approve_cleanup", "Approve")
     assert run.end() == "success", run.story()
@@ -50,6 +51,10 @@ def test_old_states_go_only_after_a_person_approved_their_list(
     assert cleaned["freed_bytes"] >= OLD_BYTES // 2  # as the file system sees it: others write there meanwhile
     assert not old.exists()
     assert run.xcom("verify")["samples"] == 4
+    folders = json.loads(Path(run.xcom("handoff")["path"]).read_text())["formats"]
+    assert sorted(folders) == sorted(FORMATS)  # the first one captured, the others derived from it
+    assert all(any(Path(folder).rglob("*")) for folder in folders.values())
+    assert len(run.xcom("convert")["formats"]) == 3
     assert stand.production_healthy()
 
 

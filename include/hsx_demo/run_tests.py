@@ -65,6 +65,9 @@ def main(argv: list[str]) -> int:
         return 1
     rooms = os.pathsep.join((str(REPO / "plugins"), str(REPO / "include")))
     env = {**os.environ, "PYTHONPATH": rooms} | {_NAMED[e]: p for e, p in pythons.items() if e in _NAMED}
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background jobs ignore it, and so would a pytest
     signal.signal(signal.SIGTERM, lambda *_: _end())
     with ThreadPoolExecutor(len(lanes)) as pool:
         results = [line for lane in pool.map(lambda lane: _lane(lane, pythons, env), lanes) for line in lane]

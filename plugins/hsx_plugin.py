@@ -1,4 +1,5 @@
-"""Registers the page "Hidden states", its place in the navigation, and a link to it on every task of hsx.
+"""Registers the page "Hidden states", its place in the navigation, a link to it on every task of hsx, and what a run's
+deadline is reckoned from.
 
 Airflow loads this file in every component: it imports no web framework. The page itself is made on its first request.
 """
@@ -9,6 +10,7 @@ from typing import Any
 
 from airflow.plugins_manager import AirflowPlugin
 
+from hsx_operators.alerts import RunQueuedAt
 from hsx_page.lazy import LazyPage
 from hsx_page.links import PageLink
 from hsx_page.places import ENTRY, PREFIX, ROUTE, TITLE
@@ -31,3 +33,4 @@ class HiddenStatesPlugin(AirflowPlugin):
         }
     ]
     operator_extra_links = [PageLink()]  # noqa: RUF012
+    deadline_references = [RunQueuedAt]  # noqa: RUF012

@@ -6,12 +6,12 @@ import asyncio
 import importlib
 import logging
 import posixpath
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from airflow.sdk import BaseNotifier
 from airflow.sdk.definitions.callback import AsyncCallback
-from airflow.sdk.definitions.deadline import DeadlineAlert, DeadlineReference
+from airflow.sdk.definitions.deadline import BaseDeadlineReference, DeadlineAlert
 
 from hsx_operators.base import run_key
 from hsx_operators.errors import HostHeld, HostTryAgain
@@ -92,12 +92,30 @@ def _not_back(error: object) -> bool:
     return isinstance(error, HostTryAgain) and not isinstance(error, HostHeld)
 
 
+class RunQueuedAt(BaseDeadlineReference):
+    """When a run was first queued.
+
+    In place of Airflow's own ``DAGRUN_QUEUED_AT``, with which Airflow 3.3 can't clear a task of the run (it answers
+    500). The plugin registers it; Airflow's server and scheduler evaluate it, when a run is made.
+    """
+
+    required_kwargs: ClassVar[set[str]] = {"dag_id", "run_id"}
+
+    def _evaluate_with(self, *, session: Any, dag_id: str, run_id: str) -> datetime | None:
+        from airflow.models import DagRun  # theirs alone: a task has no database
+        from sqlalchemy import select
+
+        run = select(DagRun.queued_at).where(DagRun.dag_id == dag_id, DagRun.run_id == run_id)
+        found: datetime | None = session.scalar(run)
+        return found
+
+
 def deadline(profile: str, alerts: Alerts) -> DeadlineAlert | None:
     """The deadline of a profile's own DAG; None where none is configured."""
     if not (alerts.notifier and alerts.deadline_hours and "deadline" in alerts.on):
         return None
     return DeadlineAlert(
-        reference=DeadlineReference.DAGRUN_QUEUED_AT,
+        reference=RunQueuedAt(),
         interval=timedelta(hours=alerts.deadline_hours),
         callback=AsyncCallback(deadline_missed, kwargs={"profile": profile}),
         name=f"not ended {alerts.deadline_hours:g} hours after it was queued",

@@ -15,6 +15,8 @@ from hsx_demo.client import AirflowClient
 from hsx_demo.errors import DemoError
 from hsx_demo.stack import DAG_ID, TRAINING_DAG_ID, Stack
 
+NIGHT = f"{DAG_ID}__night"
+
 # The tests below are one story, in this order: production is first stopped by the first kill.
 
 
@@ -63,6 +65,16 @@ def test_a_dry_run_tells_and_touches_nothing(stand: Stack, client: AirflowClient
     assert page["run"]["foretold"]["lines"][0].startswith("Would extract 100 samples in 1 shards")
     assert [step["task_id"] for step in page["run"]["steps"]][:2] == ["plan", "top_up"]
     assert page["datasets"] == []
+
+
+def test_a_run_with_a_deadline_can_be_cleared(client: AirflowClient) -> None:
+    """Airflow 3.3's own reference to the queueing of a run answers a clear with 500."""
+    client.unpause(NIGHT)
+    run = Run(client, {"dry_run": True}, NIGHT)
+    assert run.end() == "success", run.story()
+    assert client.clear(NIGHT, run.id, ["gate"], only_failed=False) == ["gate"]
+    assert run.end() == "success", run.story()
+    assert run.tasks()["gate"].try_number == 2
 
 
 def test_the_page_is_airflow_s_plugin_and_behind_its_login(stand: Stack, client: AirflowClient) -> None:

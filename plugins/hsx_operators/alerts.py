@@ -103,11 +103,9 @@ class RunQueuedAt(BaseDeadlineReference):
 
     def _evaluate_with(self, *, session: Any, dag_id: str, run_id: str) -> datetime | None:
         from airflow.models import DagRun  # theirs alone: a task has no database
-        from sqlalchemy import select
 
-        run = select(DagRun.queued_at).where(DagRun.dag_id == dag_id, DagRun.run_id == run_id)
-        found: datetime | None = session.scalar(run)
-        return found
+        runs: list[Any] = DagRun.find(dag_id=dag_id, run_id=run_id, session=session)
+        return runs[0].queued_at if runs else None
 
 
 def deadline(profile: str, alerts: Alerts) -> DeadlineAlert | None:

@@ -7,7 +7,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from airflow.sdk import Asset
-from airflow.sdk.exceptions import AirflowSkipException
+from airflow.sdk.bases.xcom import BaseXCom
+from airflow.sdk.exceptions import AirflowSkipException, DownstreamTasksSkipped
 
 from hsx_host import contract as c
 from hsx_operators import alerts, errors, metrics, window
@@ -121,7 +122,19 @@ class ExtractShardOperator(HostVerbOperator):
         metrics.shard_done(document, host)
         if document.server is not None and document.server.mode == "production":
             context["ti"].xcom_push(key=GIVEN_BACK, value=c.to_dict(document.server))
-        return c.to_dict(document)
+        answer = c.to_dict(document)
+        if document.left and (rest := self._not_begun(context["ti"])):
+            self.log.warning("the window has ended: %d shards are left for the next run", len(rest))
+            context["ti"].xcom_push(key=BaseXCom.XCOM_RETURN_KEY, value=answer)
+            raise DownstreamTasksSkipped(tasks=[(self.task_id, i) for i in rest])
+        return answer
+
+    def _not_begun(self, ti: Any) -> list[int]:
+        """Map indexes of this host's shards that no task has taken yet: hundreds of tasks that find the window ended,
+        one after the other, would keep production down for as many starts of a task."""
+        states: dict[str, str | None] = ti.get_task_states(dag_id=ti.dag_id, run_ids=[ti.run_id]).get(ti.run_id, {})
+        mine = {name.removeprefix(f"{self.task_id}_"): state for name, state in states.items()}
+        return [int(i) for i, state in mine.items() if i.isdigit() and state in (None, "scheduled", "queued")]
 
 
 class VerifyDatasetOperator(HostVerbOperator):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from airflow.sdk.exceptions import AirflowSkipException
+from airflow.sdk.exceptions import AirflowSkipException, DownstreamTasksSkipped
 from airflow.sdk.execution_time.xcom import XCom
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def reasons_kept(context: Context) -> Iterator[None]:
     """Keep why a try fails where the next try, a clear and the page still find it. The error goes on its way."""
     try:
         yield
-    except AirflowSkipException:
+    except (AirflowSkipException, DownstreamTasksSkipped):
         raise
     except Exception as e:
         if not getattr(e, "hsx_kept", False):  # an inner step has kept it already

@@ -107,6 +107,10 @@ def _shard(body: Mapping[str, Any], tasks: Sequence[Task], told: Told, *, over: 
     if shard.state == "done":
         shard.done, shard.tokens, shard.bytes = shard.todo, shard.tokens_todo, shard.bytes_todo
         shard.tok_s = result.get("tok_s")
+        if left := int(result.get("left") or 0):
+            shard.state, shard.reason = "not run", f"the window ended: {left:,} samples are left for the next run"
+            shard.done = max(0, shard.todo - left)
+            shard.tokens, shard.bytes = int(result.get("new_tokens", 0)), int(result.get("new_bytes", 0))
     elif progress.get("total"):
         # an earlier try may have published some already: then this one had fewer to do
         shard.done = max(0, min(shard.todo, shard.todo - int(progress["total"]) + int(progress.get("done", 0))))

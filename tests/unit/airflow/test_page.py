@@ -58,6 +58,14 @@ def test_a_running_shard_counts_what_it_told_and_an_earlier_try_s_samples() -> N
     assert (first.host, first.task_id, first.map_index) == ("gpu-7", "extract", 0)
 
 
+def test_a_shard_that_the_window_cut_is_not_done() -> None:
+    told: Any = {("extract", 0, RESULT): {"shard": 4, "left": 7, "new_tokens": 30, "new_bytes": 300, "tok_s": 1.0}}
+    cut, skipped = shards_of(planned(4, 5), [extract(0, "success"), extract(1, "skipped")], told, over=True)
+    assert (cut.state, cut.done, cut.tokens, cut.bytes) == ("not run", 3, 30, 300)
+    assert "7 samples are left" in cut.reason
+    assert (skipped.state, skipped.done) == ("not run", 0)
+
+
 def test_a_shard_that_another_host_took_over_is_as_there() -> None:
     tasks = [extract(0, "failed", task_id="a.extract"), extract(0, "success", task_id="b.extract")]
     told: Any = {("a.extract", 0, PROGRESS): progress(4, 3), ("b.extract", 0, RESULT): {"shard": 4, "tok_s": 50.0}}

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from airflow.sdk.exceptions import AirflowSkipException
+from airflow.sdk.exceptions import AirflowSkipException, DownstreamTasksSkipped
 
 from hsx_operators import errors, published
 from hsx_operators.published import POINTS, PROGRESS, TRIES, Told, reasons_kept, tell, tell_from_trigger
@@ -82,6 +82,8 @@ def test_tries_live_in_the_store_and_errors_go_on_their_way() -> None:
             raise errors.HostUnreachable("no answer", field="host", fix="look")
     with pytest.raises(AirflowSkipException), reasons_kept(context):
         raise AirflowSkipException
+    with pytest.raises(DownstreamTasksSkipped), reasons_kept(context):
+        raise DownstreamTasksSkipped(tasks=["verify"])
     assert [(t["try"], t["error"], t["message"]) for t in store[TRIES]] == [
         (2, "HostUnreachable", "host: no answer (look)")
     ] * 3

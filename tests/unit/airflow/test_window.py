@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from datetime import datetime
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from zoneinfo import ZoneInfo
 import pytest
 from airflow.sdk import DAG, BaseOperator
 from airflow.sdk.api.datamodels._generated import DagRunType
+from airflow.sdk.exceptions import DownstreamTasksSkipped
 
 from hsx_host import contract as c
 from hsx_operators import window
@@ -159,6 +161,29 @@ def test_the_host_program_is_told() -> None:
     assert verify.verb(context(Ti(early))) == ["verify", "--shard", "3", "--shard", "7"]
     assert verify.verb(context(Ti(late))) == ["verify", "--window-ended", "--shard", "3", "--shard", "7"]
     assert verify.verb(context(Ti(late), cleared=1)) == ["verify", "--shard", "3", "--shard", "7"]
+
+
+def test_the_first_shard_that_the_window_cuts_skips_those_that_nobody_has_begun() -> None:
+    summary = c.ShardSummary(3, "shard 00003", 60, 20, 20, 0, 900, 90, 2.0, 450.0, "", [], left=40)
+    others = {0: "success", 1: "failed", 2: "deferred", 3: "running", 4: "queued", 5: "scheduled", 6: None}
+
+    class Mapped(Ti):
+        dag_id, run_id = "d", "r"
+
+        def get_task_states(self, dag_id: str, run_ids: list[str]) -> dict[str, dict[str, str | None]]:
+            states = {f"a.extract_{i}": state for i, state in others.items()}
+            return {"r": states | {"a.verify": None, "b.extract_0": None, "a.extract_more": None}}
+
+    task: Any = ExtractShardOperator(task_id="a.extract", shard={"id": 3})
+    ti = Mapped(time.time() - 1)
+    host = {"profile": "p", "ssh_conn_id": "h"}
+    with pytest.raises(DownstreamTasksSkipped) as skips:
+        task.result(summary, host, context(ti))
+    assert skips.value.tasks == [("a.extract", 4), ("a.extract", 5), ("a.extract", 6)]
+    assert ti.pushed["return_value"]["left"] == 40  # its own answer is kept
+    others = {0: "success", 3: "running"}
+    assert task.result(summary, host, context(ti))["left"] == 40
+    assert task.result(replace(summary, left=0), host, context(ti))["left"] == 0
 
 
 def test_a_hand_off_that_the_window_kept_from_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

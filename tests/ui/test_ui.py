@@ -254,6 +254,7 @@ def test_a_failed_shard_is_told_with_its_reason_and_cleared_in_the_ui(
     dialog = page.get_by_role("dialog")
     expect(dialog).to_be_visible()
     dialog.get_by_role("button", name=re.compile("Downstream", re.I)).click()
+    expect(dialog.get_by_text(re.compile(r"Affected Tasks: [1-9]"))).to_be_visible()
     picture(page, "clear-shard")
     dialog.get_by_role("button", name=re.compile("Confirm|Clear", re.I)).last.click()
     expect(dialog).to_be_hidden()

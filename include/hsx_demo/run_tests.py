@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
 
 
 def _end() -> None:
-    """Each pytest stops the servers that its tests started; a terminal's Ctrl-C reaches them without us."""
+    """What a terminal's Ctrl-C does: no suite is begun any more, each pytest ends its tests (and its workers)."""
     _told_to_end.set()
     for child in _children:
         child.send_signal(signal.SIGINT)

@@ -167,10 +167,8 @@ def make_spec(work: Path, cpu: bool, more_flags: list[str]) -> c.RunSpec:
         import gpu_exact
         import gpu_servers
 
-        model, flags = (
-            gpu_exact.build("qwen3", work / "model"),
-            [*gpu_servers.GPU_FLAGS, "--mem-fraction-static", "0.5"],
-        )
+        model = gpu_exact.build("qwen3", work / "model")
+        flags = [*gpu_servers.GPU_FLAGS, "--mem-fraction-static", "0.5"]
         env = {k: v for k, v in os.environ.items() if k.startswith(gpu_servers.INHERITED)}
     port = sglang_server.free_port()
     args = ["--model-path", str(model), *flags, *more_flags, "--host", "127.0.0.1", "--port", str(port)]

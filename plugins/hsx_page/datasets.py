@@ -48,7 +48,9 @@ def datasets_of(
             continue
         name = str(plan.get("dataset_id") or "")
         if name and name not in found:
-            made = (shown or {}).get("totals") if shown and shown["run_id"] == run.run_id else None
+            made = None
+            if shown and (shown["dag_id"], shown["run_id"]) == (run.dag_id, run.run_id):
+                made = shown["totals"]
             found[name] = {
                 "dataset_id": name, "handed_off": False, "at": run.began, "dag_id": run.dag_id, "run_id": run.run_id,
                 "samples": plan["done"] + (made["samples"] if made else 0), "planned": plan["done"] + plan["todo"],

@@ -255,13 +255,15 @@ def test_data_sets_are_handed_off_or_being_made_and_each_once() -> None:
     found = datasets_of(handed, runs, facts, {("d", "r2"): {"proved": 4, "failed": 0}}, consumers)
     assert [(d["dataset_id"], d["handed_off"], d["samples"]) for d in found] == [("a", True, 5), ("b", False, 3)]
     assert (found[0]["proved"], found[0]["consumers"][0]["dag_id"], found[1]["planned"]) == (4, "train", 10)
-    shown = {"run_id": "r3", "totals": {"samples": 2, "tokens": 20, "bytes": 200}}
+    shown = {"dag_id": "d", "run_id": "r3", "totals": {"samples": 2, "tokens": 20, "bytes": 200}}
     [_, grows] = datasets_of(handed, runs, facts, {}, {}, shown)
     assert (grows["samples"], grows["planned"], grows["tokens"]) == (5, 10, None)  # the three before were not told
     plan["done"], plan["todo"] = 0, 10
     facts["d", "r3"]["plan"] |= plan
     [_, grows] = datasets_of(handed, runs, facts, {}, {}, shown)
     assert (grows["samples"], grows["tokens"], grows["bytes"]) == (2, 20, 200)
+    [_, other] = datasets_of(handed, runs, facts, {}, {}, {**shown, "dag_id": "e"})  # nights of two DAGs share names
+    assert (other["samples"], other["tokens"]) == (0, None)
 
 
 # ------------------------------------------------------------------------------ places

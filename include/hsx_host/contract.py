@@ -86,7 +86,7 @@ class DataSettings:
     shard_size: int
     shards: list[int] = field(default_factory=list)
     max_rejects: int = 0
-    concurrency: int = 16
+    concurrency: int = 64
     tries: int = 3
     request_timeout_s: float = 600.0
     proof_samples: int = 8

@@ -146,7 +146,7 @@ class Data(_Model):
     name: str = Field("", pattern=r"^[A-Za-z0-9._-]*$")
     shard_size: Positive
     max_rejects: Natural = 0
-    concurrency: Positive = 16
+    concurrency: Positive = 64
     tries: Positive = 3
     request_timeout_s: Seconds = 600
     proof_samples: Natural = 8

@@ -1,13 +1,12 @@
 """One whole stand on one machine: the borrowed host (SSH server, production SGLang) and Airflow beside it.
 
-    stack = Stack(work, python_host=..., model=..., dataset=...)
-    stack.start_host(); stack.start_production(); stack.start_airflow()
-    ...
-    stack.stop()
+    with Stack(work, python_host=..., model=..., dataset=...) as stack:
+        stack.start()
 
 Runs under the Airflow environment's Python. Everything that it starts, and everything that is started through it, is
-ended by ``stop``: what was started directly by pid and start time, what hsx started on "the host" (jobs, the guard, the
-servers of a restore) by a token in its environment that nothing else on the machine has.
+ended by ``stop`` (which leaving the ``with`` calls): what was started directly by pid and start time, what hsx started
+on "the host" (jobs, the guard, the servers of a restore) by a token in its environment that nothing else on the machine
+has.
 """
 
 from __future__ import annotations
@@ -98,6 +97,20 @@ class Stack:
         }
         return {**values, **self.extra_env}
 
+    def __enter__(self) -> Stack:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> Stack:
+        """All of it; Airflow is made while production starts."""
+        self.start_host()
+        self.launch_production()
+        self.start_airflow()
+        self.wait_production()
+        return self
+
     # ------------------------------------------------------------------ the host
 
     def start_host(self, *, listen: str = "127.0.0.1") -> SshServer:
@@ -139,11 +152,6 @@ class Stack:
         return processes.wait_until(
             self.production_healthy, self.production, what="production SGLang", timeout_s=timeout_s
         )
-
-    def start_production(self) -> float:
-        """Start production and wait for it."""
-        self.launch_production()
-        return self.wait_production()
 
     def production_healthy(self) -> bool:
         """Whether the server on production's port answers ``/health``."""

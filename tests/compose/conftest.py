@@ -13,8 +13,9 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
-from deployment import HERE, WIDE_SHARDS, Deployment, docker, lay_out, write_profiles, write_samples
+from deployment import HERE, WIDE_SHARDS, Deployment, docker, lay_out, write_profiles
 from install_doc import REPO
+from stands import sglang_python, tiny_model, write_samples
 
 from hsx_demo.sshd import free_port
 from hsx_demo.stack import Stack
@@ -40,31 +41,22 @@ def network(images: None) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def stack(network: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """The borrowed host: production with a tiny random model, and an SSH server that containers reach."""
-    python = os.environ.get("HSX_HOST_PYTHON", "")
-    assert python, "HSX_HOST_PYTHON is not set: the Python that runs SGLang (make test-compose sets it)"
     work = tmp_path_factory.mktemp("compose")
-    code = "import pathlib, sys, models; models.build('llama', pathlib.Path(sys.argv[1]))"
-    env = {**os.environ, "PYTHONPATH": str(REPO / "tests" / "system")}
-    subprocess.run([python, "-c", code, str(work / "model")], env=env, check=True, capture_output=True, timeout=600)
     write_profiles(work / "profiles")
-    write_samples(work / "few.jsonl", samples=20, longest=300)
-    write_samples(work / "wide.jsonl", samples=2 * WIDE_SHARDS, longest=40)
-    stack = Stack(
+    wide = write_samples(work / "wide.jsonl", samples=2 * WIDE_SHARDS, shortest=8, longest=39)
+    with Stack(
         work / "s",
-        python_host=python,
-        model=work / "model",
-        dataset=work / "few.jsonl",
+        python_host=sglang_python(),
+        model=tiny_model(work / "model"),
+        dataset=write_samples(work / "few.jsonl", samples=20, shortest=8, longest=299),
         profile="compose",
-        extra_env={"HSX_PROFILES": str(work / "profiles"), "HSX_TEST_WIDE": str(work / "wide.jsonl")},
-    )
-    try:
+        extra_env={"HSX_PROFILES": str(work / "profiles"), "HSX_TEST_WIDE": str(wide)},
+    ) as stack:
         gateway = docker("network", "inspect", "--format", "{{(index .IPAM.Config 0).Gateway}}", network)
         stack.start_host(listen=gateway)
         stack.launch_production()
         stack.wait_production(timeout_s=900.0)
         yield stack
-    finally:
-        stack.stop()
 
 
 @pytest.fixture(scope="session")

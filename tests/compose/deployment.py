@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import shlex
 import shutil
@@ -108,16 +107,6 @@ def write_profiles(folder: Path) -> None:
     body["data"] |= {"path": "${HSX_TEST_WIDE}", "shard_size": 2, "concurrency": 1, "proof_samples": 1}
     body["benchmark"] = {"enabled": False}
     (folder / "wide.yaml").write_text(yaml.safe_dump(body))
-
-
-def write_samples(path: Path, *, samples: int, longest: int) -> Path:
-    """Samples of random tokens."""
-    rng = random.Random(samples)
-    with path.open("w") as f:
-        for _ in range(samples):
-            n = rng.randrange(8, longest)
-            f.write(json.dumps({"input_ids": [rng.randrange(4, 512) for _ in range(n)], "loss_mask": [1] * n}) + "\n")
-    return path
 
 
 def lay_out(made: Deployment) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,7 +16,9 @@ import pytest
 os.environ["AIRFLOW_HOME"] = tempfile.mkdtemp(prefix="hsx-airflow-")
 os.environ["AIRFLOW__CORE__LOAD_EXAMPLES"] = "False"
 
-from dag_story import PROFILES, write_chats
+from dag_story import PROFILES
+from stands import sglang_python, write_samples
+from stands import tiny_model as make_tiny_model
 
 from hsx_demo.client import AirflowClient
 from hsx_demo.sshd import SshServer, start_sshd
@@ -26,7 +27,6 @@ from hsx_host import contract as c
 from hsx_operators.bundle import Bundle, make_bundle
 from hsx_operators.hook import GpuHostHook
 
-REPO = Path(__file__).resolve().parents[2]
 CONN = "hsx_test_host"
 
 
@@ -38,10 +38,7 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(scope="session")
 def host_python() -> str:
     """The Python that has SGLang."""
-    python = os.environ.get("HSX_HOST_PYTHON", "")
-    if not python:
-        pytest.fail("HSX_HOST_PYTHON is not set: the Python that runs SGLang (make test sets it)")
-    return python
+    return sglang_python()
 
 
 @pytest.fixture(scope="session")
@@ -59,13 +56,9 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory, host_python: str) -> Path:
-    """A random llama of 8 blocks, made by the Python that has torch."""
-    folder = tmp_path_factory.mktemp("model") / "llama"
-    code = "import pathlib, sys, models; models.build('llama', pathlib.Path(sys.argv[1]))"
-    env = {**os.environ, "PYTHONPATH": str(REPO / "tests" / "system")}
-    subprocess.run([host_python, "-c", code, str(folder)], env=env, check=True, capture_output=True, timeout=300)
-    return folder
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random llama of 8 blocks."""
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "llama")
 
 
 @pytest.fixture(autouse=True)
@@ -145,22 +138,15 @@ def stand(tmp_path_factory: pytest.TempPathFactory, host_python: str, tiny_model
     work = tmp_path_factory.mktemp("stand")
     profiles = shutil.copytree(PROFILES, work / "profiles")
     shutil.copy(profiles / "tiny.yaml", profiles / "asks.yaml")
-    stack = Stack(
+    with Stack(
         work / "s",
         python_host=host_python,
         model=tiny_model,
-        dataset=write_chats(work / "chats.jsonl", seed=7),
+        dataset=write_samples(work / "chats.jsonl", samples=120),
         profile="tiny",
         extra_env={"HSX_PROFILES": str(profiles)},
-    )
-    try:
-        stack.start_host()
-        stack.launch_production()
-        stack.start_airflow()
-        stack.wait_production()
-        yield stack
-    finally:
-        stack.stop()
+    ) as stack:
+        yield stack.start()
 
 
 @pytest.fixture(scope="module")

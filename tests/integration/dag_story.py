@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,16 +14,6 @@ from hsx_demo.stack import DAG_ID, Stack
 
 PROFILES = Path(__file__).parent / "profiles"
 RUN_TIMEOUT_S = 1500.0
-
-
-def write_chats(path: Path, seed: int, samples: int = 120, longest: int = 399) -> Path:
-    """Samples of 20 to ``longest`` random tokens."""
-    rng = random.Random(seed)
-    with path.open("w") as f:
-        for _ in range(samples):
-            n = rng.randint(20, longest)
-            f.write(json.dumps({"input_ids": [rng.randrange(4, 512) for _ in range(n)], "loss_mask": [1] * n}) + "\n")
-    return path
 
 
 class Run:

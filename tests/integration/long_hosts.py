@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dag_story import Run, write_chats
+from dag_story import Run
+from stands import write_samples
 from two_hosts import DAG, TwoHosts
 
 from hsx_demo import processes
@@ -75,7 +76,7 @@ def test_a_host_that_is_away_stops_nothing(hosts: TwoHosts, client: AirflowClien
     assert hosts.b.ssh is not None
     processes.stop(hosts.b.ssh.child)
     before = hosts.journal(hosts.b)
-    run = Run(client, {"dataset": str(write_chats(tmp_path / "away.jsonl", seed=12, samples=40))}, DAG)
+    run = Run(client, {"dataset": str(write_samples(tmp_path / "away.jsonl", seed=12, samples=40))}, DAG)
     assert run.end() == "failed", run.story()
     states = run.states()
     assert states["plan"] == states["a.restore"] == states["handoff"] == "success", run.story()
@@ -97,7 +98,7 @@ def hold(hosts: TwoHosts, verb: str) -> None:
 
 
 def test_a_night_waits_while_a_person_has_the_host(hosts: TwoHosts, client: AirflowClient, tmp_path: Path) -> None:
-    data = str(write_chats(tmp_path / "held.jsonl", seed=13, samples=20))
+    data = str(write_samples(tmp_path / "held.jsonl", seed=13, samples=20))
     hold(hosts, "acquire")
     run = Run(client, {"dataset": data, "profile": "night"}, NIGHT)
     try:
@@ -115,7 +116,7 @@ def test_a_night_waits_while_a_person_has_the_host(hosts: TwoHosts, client: Airf
 def test_a_window_ends_in_good_order_and_the_next_run_goes_on(
     hosts: TwoHosts, client: AirflowClient, tmp_path: Path
 ) -> None:
-    data = write_chats(tmp_path / "window.jsonl", seed=14, samples=20_000, longest=199)  # more than minutes allow
+    data = write_samples(tmp_path / "window.jsonl", seed=14, samples=20_000, longest=199)  # more than minutes allow
     soon = datetime.now(UTC) + timedelta(minutes=5)
     berlin = client_clock(soon)
     run = Run(client, {"dataset": str(data), "stop_after": berlin}, NIGHT)
@@ -137,7 +138,7 @@ def test_a_window_ends_in_good_order_and_the_next_run_goes_on(
 
 
 def test_a_short_disk_is_told_and_touches_nothing(hosts: TwoHosts, client: AirflowClient, tmp_path: Path) -> None:
-    data = str(write_chats(tmp_path / "short.jsonl", seed=16, samples=20))
+    data = str(write_samples(tmp_path / "short.jsonl", seed=16, samples=20))
     run = Run(client, {"profile": "short", "dataset": data})
     assert run.end() == "failed", run.story()
     assert run.states()["acquire"] == "upstream_failed"
@@ -154,7 +155,7 @@ def client_clock(at: datetime) -> str:
 
 def test_a_backfill_does_what_is_missing_once(hosts: TwoHosts, client: AirflowClient, tmp_path: Path) -> None:
     assert hosts.a.airflow is not None
-    data = str(write_chats(tmp_path / "backfill.jsonl", seed=15, samples=20))
+    data = str(write_samples(tmp_path / "backfill.jsonl", seed=15, samples=20))
     words = ["backfill", "create", "--dag-id", NIGHT, "--from-date", "2026-03-01", "--to-date", "2026-03-03"]
     hosts.a.airflow.command(*words, "--max-active-runs", "1", "--dag-run-conf", json.dumps({"dataset": data}))
     runs = [r for r in client.get(f"dags/{NIGHT}/dagRuns", limit=100)["dag_runs"] if r["run_type"] == "backfill"]

@@ -8,7 +8,8 @@ import re
 import signal
 from pathlib import Path
 
-from dag_story import PROFILES, Run, manifest, production_untouched, write_chats
+from dag_story import PROFILES, Run, manifest, production_untouched
+from stands import write_samples
 
 from hsx_demo.client import AirflowClient
 from hsx_demo.stack import DAG_ID, Stack
@@ -27,7 +28,7 @@ def test_old_states_go_only_after_a_person_approved_their_list(
     with (old / "data_0.pt").open("wb") as f:
         os.posix_fallocate(f.fileno(), 0, OLD_BYTES)  # takes the space without writing it
     space_is_short_by(stand, OLD_BYTES // 2)
-    data = write_chats(tmp_path / "few.jsonl", seed=9, samples=4)
+    data = write_samples(tmp_path / "few.jsonl", seed=9, samples=4)
     conf = {"profile": "asks", "dataset": str(data), "benchmark": "off"}
 
     run = Run(client, conf)
@@ -73,7 +74,8 @@ def space_is_short_by(stand: Stack, wanted: int) -> None:
 def test_a_host_program_killed_is_red_and_production_comes_back_and_a_whole_clear_does_the_rest(
     stand: Stack, client: AirflowClient, tmp_path: Path
 ) -> None:
-    run = Run(client, {"shards": "0", "dataset": str(write_chats(tmp_path / "more.jsonl", seed=8)), "benchmark": "off"})
+    more = write_samples(tmp_path / "more.jsonl", seed=8, samples=120)
+    run = Run(client, {"shards": "0", "dataset": str(more), "benchmark": "off"})
     run.until(lambda: len(manifest(stand, "more")) >= 3)
     jobs = sorted((stand.host_dir / "hsx" / "jobs").glob("extract-*/job.json"), key=lambda f: f.stat().st_mtime)
     os.killpg(json.loads(jobs[-1].read_text())["pid"], signal.SIGKILL)  # the runner leads its session: verb and runner

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
-from dag_story import write_chats
+from stands import write_samples
 
 from hsx_demo.components import REPO
 from hsx_demo.stack import Stack
@@ -22,7 +22,7 @@ class TwoHosts:
     """Host ``a`` comes with Airflow; ``b`` is a host alone, with the same settings on another port."""
 
     def __init__(self, work: Path, python_host: str, model: Path, profiles: Path = PROFILES) -> None:
-        data = write_chats(work / "chats.jsonl", seed=11, longest=199)
+        data = write_samples(work / "chats.jsonl", seed=11, samples=120, longest=199)
         common = {"python_host": python_host, "model": model, "dataset": data}
         own = {"HSX_PROFILES": str(PROFILES)}
         self.b = Stack(work / "b", output=work / "out", profile="tiny", extra_env=own, **common)  # type: ignore[arg-type]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from browsers import FLAGS, chromium, logged_in
 from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from stands import sglang_python, tiny_model, write_samples
 
 from hsx_demo.client import AirflowClient
 from hsx_demo.stack import Stack
@@ -36,31 +36,17 @@ def picture(page: Page, name: str, *, whole: bool = False) -> None:
 @pytest.fixture(scope="session")
 def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """The borrowed host with production on a tiny model, and Airflow beside it."""
-    from samples import write_chats
-
-    python = os.environ.get("HSX_HOST_PYTHON", "")
-    if not python:
-        pytest.fail("HSX_HOST_PYTHON is not set: the Python that runs SGLang (make test-ui sets it)")
     work = tmp_path_factory.mktemp("ui")
-    code = "import pathlib, sys, models; models.build('llama', pathlib.Path(sys.argv[1]))"
-    env = {**os.environ, "PYTHONPATH": str(REPO / "tests" / "system")}
-    subprocess.run([python, "-c", code, str(work / "model")], env=env, check=True, capture_output=True, timeout=600)
-    stack = Stack(
+    with Stack(
         work / "s",
-        python_host=python,
-        model=work / "model",
-        dataset=write_chats(work / "chats.jsonl"),
+        python_host=sglang_python(),
+        model=tiny_model(work / "model"),
+        # enough of them that a shard takes a while on a CPU
+        dataset=write_samples(work / "chats.jsonl", samples=360, shortest=100, longest=1399),
         profile="ui",
         extra_env={"HSX_PROFILES": str(Path(__file__).parent / "profiles")},
-    )
-    try:
-        stack.start_host()
-        stack.launch_production()
-        stack.start_airflow()
-        stack.wait_production()
-        yield stack
-    finally:
-        stack.stop()
+    ) as stack:
+        yield stack.start()
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ import requests
 from browsers import logged_in
 from conftest import picture
 from playwright.sync_api import Browser, BrowserContext, FrameLocator, Page, expect
+from stands import write_samples
 
 from hsx_demo.client import AirflowClient
 from hsx_demo.stack import DAG_ID, Stack
@@ -289,9 +290,7 @@ def test_the_second_try_ends_green_and_the_page_shows_what_became(
 
 def test_the_next_dry_run_knows_how_long_it_would_take(page: Page, stand: Stack, client: AirflowClient) -> None:
     conf: dict[str, Any] = {"dry_run": True, "dataset": str(stand.work.parent / "more.jsonl")}
-    from samples import write_chats
-
-    write_chats(stand.work.parent / "more.jsonl", 240, seed=8)
+    write_samples(stand.work.parent / "more.jsonl", samples=240, shortest=100, longest=1399, seed=8)
     run = client.trigger(DAG_ID, conf)
     assert client.watch(DAG_ID, run, timeout_s=RUN_TIMEOUT_S) == "success"
     frame = hidden_states(page, stand, run)

@@ -78,10 +78,7 @@ class Stand:
         self._sets = 0
 
     def start(self) -> None:
-        self.stack.start_host()
-        self.stack.launch_production()
-        self.stack.start_airflow()
-        self.stack.wait_production()
+        self.stack.start()
         assert self.stack.production is not None
         self.looks = looks(self.stack.production.pid)
 

@@ -90,7 +90,7 @@ def test_each_host_is_prepared_and_has_its_share(tmp_path: Path, profile: dict[s
         assert (run["ssh_conn_id"], run["home"]) == (conn, str(tmp_path / f"home {name}"))
         with hook_of(run) as hook:
             assert hook.read_file(run["spec_path"])
-            assert hook.read_file(f"{run['bundle_dir']}/hsx_host/contract.py")
+            assert hook.read_file(f"{run['bundle_dir']}/hsx_host/contract/told.py")
     assert plan(tmp_path, profile, shards="2")["shares"] == {"a": [told["shares"]["b"][1]], "b": []}
 
 

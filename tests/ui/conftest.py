@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from browsers import FLAGS, chromium, logged_in
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, sync_playwright
 from stands import sglang_python, tiny_model, write_samples
 
 from hsx_demo.client import AirflowClient
@@ -27,16 +30,17 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
-def picture(page: Page, name: str, *, whole: bool = False) -> None:
-    """Keep what a person sees."""
+def picture(of: Page | Locator, name: str, *, whole: bool = False) -> None:
+    """Keep what a person sees: what fits the window, the ``whole`` page, or a part of it."""
     PICTURES.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=PICTURES / f"{name}.png", full_page=whole, animations="disabled")
+    options: Any = {"full_page": True} if whole else {}
+    of.screenshot(path=PICTURES / f"{name}.png", animations="disabled", **options)
 
 
 @pytest.fixture(scope="session")
-def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stand(request: pytest.FixtureRequest) -> Iterator[Stack]:
     """The borrowed host with production on a tiny model, and Airflow beside it."""
-    work = tmp_path_factory.mktemp("ui")
+    work = Path(tempfile.mkdtemp(prefix="hsx-"))  # its name is in pictures
     with Stack(
         work / "s",
         python_host=sglang_python(),
@@ -47,6 +51,8 @@ def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         extra_env={"HSX_PROFILES": str(Path(__file__).parent / "profiles")},
     ) as stack:
         yield stack.start()
+    if not request.session.testsfailed:  # else its logs are wanted
+        shutil.rmtree(work)
 
 
 @pytest.fixture(scope="session")

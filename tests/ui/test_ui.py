@@ -256,7 +256,7 @@ def test_a_failed_shard_is_told_with_its_reason_and_cleared_in_the_ui(
     expect(dialog).to_be_visible()
     dialog.get_by_role("button", name=re.compile("Downstream", re.I)).click()
     expect(dialog.get_by_text(re.compile(r"Affected Tasks: [1-9]"))).to_be_visible()
-    picture(page, "clear-shard")
+    picture(dialog, "clear-shard")
     dialog.get_by_role("button", name=re.compile("Confirm|Clear", re.I)).last.click()
     expect(dialog).to_be_hidden()
 

@@ -64,6 +64,6 @@ def test_nothing_to_ship(include: Path) -> None:
 
 def test_the_projects_own_bundle_holds_both_rooms() -> None:
     files = make_bundle().files
-    assert files["hsx_host/contract.py"] == (INCLUDE / "hsx_host/contract.py").read_bytes()
+    assert files["hsx_host/contract/told.py"] == (INCLUDE / "hsx_host/contract/told.py").read_bytes()
     assert any(f.startswith("patches/hsx_capture/") for f in files)
     assert not any("__pycache__" in f for f in files)

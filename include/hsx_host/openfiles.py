@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from pathlib import Path
 
 import psutil
@@ -21,9 +22,14 @@ def holders(folder: Path) -> list[int]:
 def mounted_below(folder: Path) -> list[str]:
     """Mount points in a folder: what lies there belongs to another file system, or to another place of this one."""
     inside = os.path.realpath(folder) + "/"
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as f:
-        points = [line.split()[4].encode().decode("unicode_escape", "surrogateescape") for line in f]
-    return [p for p in points if p.startswith(inside)]
+    return [p for p in mount_points(Path("/proc/self/mountinfo").read_bytes()) if p.startswith(inside)]
+
+
+def mount_points(mountinfo: bytes) -> list[str]:
+    """The mount points of a mountinfo. The kernel writes space, tab, newline and backslash as three octal digits, and
+    all other bytes as they are."""
+    fields = [line.split(b" ")[4] for line in mountinfo.split(b"\n") if line]
+    return [os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda m: bytes([int(m[1], 8)]), f)) for f in fields]
 
 
 def _keys(folder: Path) -> set[Key]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from host_lifecycle import make_spec
 
-from hsx_host import cleanup, disk, oldstates, state
+from hsx_host import cleanup, disk, oldstates, openfiles, state
 from hsx_host import contract as c
 from hsx_host.errors import BadInput, Refused
 
@@ -258,8 +258,21 @@ def test_a_live_data_set_of_another_run_is_never_listed(spec: c.RunSpec, tmp_pat
     assert [s.path for s in oldstates.find(spec, "")] == [str(root / "moved")]
 
 
-def test_what_is_mounted_in_a_set_is_not_deleted(spec: c.RunSpec, tmp_path: Path) -> None:
-    a, elsewhere = old_set(tmp_path / "old", "a"), old_set(tmp_path, "elsewhere")
+NAMES = ["a", "in here", "set-größe", "数据", "back\\slash", "tab\tline\nreturn\r", "\x85 \u2028", "bytes \udcff\udc80"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_mount_point_is_read_whatever_its_name(name: str) -> None:
+    escaped = os.fsencode(name)
+    for byte in b"\\ \t\n":  # what the kernel escapes, and nothing else
+        escaped = escaped.replace(bytes([byte]), b"\\%03o" % byte)
+    line = b"36 35 98:0 / /mnt/" + escaped + b"/m rw,noatime shared:1 - ext4 /dev/sda rw\n"
+    assert openfiles.mount_points(line * 2) == [f"/mnt/{name}/m"] * 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_mounted_in_a_set_is_not_deleted(spec: c.RunSpec, tmp_path: Path, name: str) -> None:
+    a, elsewhere = old_set(tmp_path / "old", name), old_set(tmp_path, "elsewhere")
     (a / "in here").mkdir()
     if subprocess.run(["mount", "--bind", str(elsewhere), str(a / "in here")], capture_output=True).returncode:
         pytest.skip("needs the right to mount a file system")

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from hsx_host import procid, state
+from hsx_host import procid, progress, state
 from hsx_host.contract import JOB_DEADLINE, JobStatus, RunSpec
-from hsx_host.errors import BUG, BadInput, TryAgain
+from hsx_host.errors import BUG, BadInput, HsxError, TryAgain
 
 CHUNK_BYTES = 64 * 1024
 DEADLINE_GRACE_S = 30.0  # for a verb to unwind when its deadline has passed
@@ -111,14 +111,18 @@ def end_left(spec: RunSpec, grace_s: float) -> list[str]:
     """End the jobs of the spec's run that still live, this one apart; their ids.
 
     For the end of a run: Airflow tells nobody of a task that is marked between its deferral and its trigger's start.
+    A job whose files can't be read or written is told and left: production comes back behind this.
     """
     ended = []
     for file in sorted((state.home(spec) / "jobs").glob("*/job.json")):
-        record = state.read_document(JobRecord, file)
-        mine = record is not None and record.run_id == spec.run_id and record.id != os.environ.get(JOB_VARIABLE)
-        if record is not None and mine and _living(record):
-            kill(spec, record.id, grace_s)
-            ended.append(record.id)
+        try:
+            record = state.read_document(JobRecord, file)
+            mine = record is not None and record.run_id == spec.run_id and record.id != os.environ.get(JOB_VARIABLE)
+            if record is not None and mine and _living(record):
+                kill(spec, record.id, grace_s)
+                ended.append(record.id)
+        except (HsxError, OSError) as e:
+            progress.log(f"whether job {file.parent.name} is still at work can't be told: {e}")
     return ended
 
 

@@ -275,3 +275,16 @@ def test_the_end_of_a_run_ends_the_jobs_that_its_tasks_have_left(spec: c.RunSpec
     assert procid.start_ticks(theirs)
     assert jobs.end_left(spec, 10.0) == []
     end(spec, "theirs")
+
+
+@pytest.mark.parametrize("how", ["empty", "foreign", "unreadable"])
+def test_the_files_of_an_old_job_keep_no_run_from_its_end(spec: c.RunSpec, tmp_path: Path, how: str) -> None:
+    path, command = guard_command(spec, tmp_path)
+    verb("job", "start", "left", "--spec", path, "--", *command)
+    broken = state.home(spec) / "jobs" / "an-old-one" / "job.json"
+    broken.parent.mkdir()
+    if how == "unreadable":
+        broken.mkdir()
+    else:
+        broken.write_text("" if how == "empty" else '{"type":"Other","version":1}')
+    assert jobs.end_left(spec, 10.0) == ["left"]

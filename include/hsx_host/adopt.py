@@ -36,7 +36,7 @@ def production(spec: RunSpec) -> Found | None:
     Refused for anything else: a stranger, or a server whose arguments or environment differ from the profile's.
     """
     port = spec.production.port
-    pids = processes.listeners(port)
+    pids = processes.listeners(port, spec.production.host)
     if not pids:
         return None
     main = _launcher(pids)
@@ -67,14 +67,38 @@ def _of_its_manager(spec: RunSpec, main: _Launcher | None, pids: list[int]) -> F
 
 def lost_extraction(spec: RunSpec) -> Found | None:
     """hsx's own extraction server on the extraction port that no record names; others there don't matter here."""
-    main = _launcher(processes.listeners(spec.extraction.port))
+    main = _launcher(processes.listeners(spec.extraction.port, spec.extraction.host))
     return None if main is None else _extraction(spec, main)
 
 
 def launch_of(spec: RunSpec) -> ProcId | None:
     """The SGLang launch that listens on production's port; None where none can be seen."""
-    main = _launcher(processes.listeners(spec.production.port))
+    main = _launcher(processes.listeners(spec.production.port, spec.production.host))
     return None if main is None else main.proc
+
+
+def refuse_company(spec: RunSpec, server: processes.Owned) -> None:
+    """Before production is stopped: nobody else is on its address, who would have the port when it shall come back.
+    Refused with their names.
+
+    A proxy that has production's port on another address is in nobody's way, unless the extraction server shall have
+    that port: it would be reached from outside. Of production that others start, a listener that this login may not
+    see, or that only publishes a container's port, may be its own.
+    """
+    if spec.manager == "command":
+        return
+    ours = {p.pid for p in server.living()} | ({0} if managers.managed(spec) else set())
+    port = spec.production.port
+    host = "" if spec.extraction.port == port else spec.production.host
+    if pids := [pid for pid in processes.listeners(port, host) if pid not in ours]:
+        raise Refused(
+            f"beside production, port {port} is listened on by a stranger: "
+            + "; ".join(processes.describe(p) for p in pids),
+            field="port",
+            value=port,
+            fix="hsx does not touch it: end it, or, where it has the port on another address, give the extraction "
+            "server a port of its own (extraction.port)",
+        )
 
 
 def stranger(port: int, pids: list[int]) -> Refused:

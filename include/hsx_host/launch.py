@@ -75,7 +75,7 @@ def start(spec: RunSpec, mode: str) -> state.ServerState:
     try:
         return finish(spec, server)
     except BaseException:
-        stop(spec, server, why="the start failed")
+        stop(spec, server, why="the start failed", memory_proved=False)  # the start's own error is the one to see
         raise
 
 
@@ -139,15 +139,19 @@ def record(spec: RunSpec, server: state.ServerState) -> None:
         log(f"the {server.mode} server could not be recorded: {e}")
 
 
-def stop(spec: RunSpec, server: state.ServerState, why: str) -> None:
-    """Stop a recorded server, or what a crash left of it, and record that."""
+def stop(spec: RunSpec, server: state.ServerState, why: str, *, memory_proved: bool = True) -> None:
+    """Stop a recorded server, or what a crash left of it, and record that.
+
+    :param memory_proved: False where production comes next: device memory that the driver still counts for dead
+        processes is told, and keeps it from nothing.
+    """
     settings = settings_of(spec, server.mode)
     state.journal(spec, "stopping server", mode=server.mode, server_pid=server.pid, why=why)
     log(f"stopping the {server.mode} server (pid {server.pid}): {why}")
     tree = owned(server)
     if server.mode == "production" and procid.alive(tree.main):
         managers.stop(spec)
-    others = processes.stop(tree, port=server.port, grace_s=settings.stop_grace_s)
+    others = processes.stop(tree, port=server.port, grace_s=settings.stop_grace_s, memory_proved=memory_proved)
     record(spec, replace(server, phase="stopped", tree=[], shm={}))
     state.journal(spec, "server stopped", mode=server.mode, server_pid=server.pid, device_memory_of_others=others)
     for other in others:
@@ -207,7 +211,7 @@ def _by_manager(spec: RunSpec) -> state.ServerState:
     while True:
         main = managers.main(spec)
         if main is None and not spec.service.unit and not spec.service.pid_command:
-            found = adopt.production(spec) if processes.listeners(settings.port) else None
+            found = adopt.production(spec)
             main = found.main if found else None
         if main is not None:
             break

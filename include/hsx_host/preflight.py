@@ -19,7 +19,21 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from hsx_host import adopt, devices, disk, health, inherited, launch, lease, model_facts, procid, serve, state
+from hsx_host import (
+    adopt,
+    devices,
+    disk,
+    health,
+    inherited,
+    launch,
+    lease,
+    managers,
+    model_facts,
+    processes,
+    procid,
+    serve,
+    state,
+)
 from hsx_host.contract import PreflightResult, RunSpec
 from hsx_host.errors import BadInput, HsxError, Refused, TryAgain
 from hsx_host.procid import ProcId
@@ -193,6 +207,7 @@ def _production(spec: RunSpec, warn: Callable[[str], None]) -> bool:
                 value=f"pid {server.pid}",
                 fix="make it the profile's: serve production",
             )
+        adopt.refuse_company(spec, launch.owned(server))
     else:
         found = adopt.production(spec)
         if found is None:
@@ -201,6 +216,10 @@ def _production(spec: RunSpec, warn: Callable[[str], None]) -> bool:
         if found.spool:
             warn("an extraction server that no record names runs: serve production ends it")
             return False
+        tree = processes.owned(found.main)
+        tree.cgroup = managers.cgroup(spec)
+        tree.refresh()
+        adopt.refuse_company(spec, tree)
     why = health.problem(spec.production)
     if why:
         raise TryAgain(

@@ -63,7 +63,7 @@ def ensure(spec: RunSpec, mode: str, *, grant: Lease | None = None, by_hand: boo
     with state.transition(spec, wait_s=wait_s, goal=mode):
         if not by_hand:
             _check_lease(spec, mode, grant)
-        server = known(spec)
+        server = known(spec, memory_proved=mode != "production")
         if mode == "stopped":
             return _stopped(spec, server)
         if server is not None and _matches(spec, mode, server):
@@ -73,7 +73,7 @@ def ensure(spec: RunSpec, mode: str, *, grant: Lease | None = None, by_hand: boo
         return _change(spec, mode, server)
 
 
-def known(spec: RunSpec) -> ServerState | None:
+def known(spec: RunSpec, *, memory_proved: bool = True) -> ServerState | None:
     """The recorded server where its main process lives; leftovers of one that does not live any more are removed."""
     server = state.read_server(spec)
     if server is None or server.phase == "stopped":
@@ -84,7 +84,7 @@ def known(spec: RunSpec) -> ServerState | None:
     if procid.alive(ProcId(server.pid, server.start)):
         return server
     state.journal(spec, "server found dead", mode=server.mode, server_pid=server.pid)
-    launch.stop(spec, server, why="its main process is gone")
+    launch.stop(spec, server, why="its main process is gone", memory_proved=memory_proved)
     return None
 
 
@@ -112,13 +112,16 @@ def mode_now(spec: RunSpec) -> str:
 
 def note_production(spec: RunSpec) -> None:
     """Record the production server that its owner started, before it is borrowed: what it runs with is what comes back,
-    also where it dies before it is stopped. Refused where it is not the profile's, or a stranger holds its port."""
-    if mode_now(spec) in ("production", "extraction"):
-        return
-    with state.transition(spec, wait_s=30.0, goal="production"):
-        found = adopt.production(spec) if mode_now(spec) in ("unknown", "stopped") else None
-        if found is not None and not found.spool:
-            launch.adopted(spec, found, spec.production.port)
+    also where it dies before it is stopped. Refused where it is not the profile's, or a stranger holds its port, beside
+    it too."""
+    if mode_now(spec) not in ("production", "extraction"):
+        with state.transition(spec, wait_s=30.0, goal="production"):
+            found = adopt.production(spec) if mode_now(spec) in ("unknown", "stopped") else None
+            if found is not None and not found.spool:
+                launch.adopted(spec, found, spec.production.port)
+    server = state.read_server(spec)
+    if server is not None and mode_now(spec) == "production":
+        adopt.refuse_company(spec, launch.owned(server))
 
 
 def recorded_facts(spec: RunSpec) -> ServerFacts:
@@ -173,18 +176,34 @@ def _change(spec: RunSpec, mode: str, server: ServerState | None) -> ServerFacts
         _refuse_held_port(spec, server)
     if server is not None:
         _refuse_foreign_production(spec, mode, server)
-        launch.stop(spec, server, why=f"the host goes to {mode}")
+        _stop(spec, mode, server)
     for found in _take_over(spec):
         ready = _still_ready(spec, found) if mode == found.mode == "production" else None
         if ready is not None:
             return facts(ready, changed=server is not None)
-        launch.stop(spec, found, why=f"the host goes to {mode}")
+        _stop(spec, mode, found)
+    if mode == "production":
+        _refuse_in_the_way(spec)
+        return facts(_production_again(spec), changed=True)
     port = launch.settings_of(spec, mode).port
     if pids := processes.listeners(port):
         raise adopt.stranger(port, pids)
-    if mode != "production":
-        return facts(launch.start(spec, mode), changed=True)
-    return facts(_production_again(spec), changed=True)
+    return facts(launch.start(spec, mode), changed=True)
+
+
+def _stop(spec: RunSpec, mode: str, server: ServerState) -> None:
+    """Stop a server on the way to ``mode``. Before production goes, what shall bring it back is looked at once more:
+    minutes may have passed since the transition began."""
+    if server.mode == "production" and mode != "production":
+        adopt.refuse_company(spec, launch.owned(server))
+        _check_lease(spec, mode, None)
+    launch.stop(spec, server, why=f"the host goes to {mode}", memory_proved=mode != "production")
+
+
+def _refuse_in_the_way(spec: RunSpec) -> None:
+    """Who listens on another address than production's is in nobody's way."""
+    if pids := processes.listeners(spec.production.port, spec.production.host):
+        raise adopt.stranger(spec.production.port, pids)
 
 
 def _production_again(spec: RunSpec) -> ServerState:
@@ -197,8 +216,7 @@ def _production_again(spec: RunSpec) -> ServerState:
             log(f"production did not come back (try {attempt} of {len(_PAUSES_S) + 1}): {why}")
             state.journal(spec, "production did not come back", attempt=attempt, why=why[:300])
             time.sleep(pause_s)
-            if pids := processes.listeners(spec.production.port):
-                raise adopt.stranger(spec.production.port, pids) from None
+        _refuse_in_the_way(spec)
     try:
         return launch.start(spec, "production")
     except TryAgain as e:
@@ -210,16 +228,16 @@ def _stopped(spec: RunSpec, server: ServerState | None) -> ServerFacts:
     up = [server] if server is not None else []
     if server is not None:
         _refuse_foreign_production(spec, "stopped", server)
-        launch.stop(spec, server, why="the host goes to stopped")
+        _stop(spec, "stopped", server)
     for found in _take_over(spec):
-        launch.stop(spec, found, why="the host goes to stopped")
+        _stop(spec, "stopped", found)
         up.append(found)
     return ServerFacts("stopped", bool(up), 0, spec.production.port, "", 0.0, "", up[-1].log if up else "")
 
 
 def _take_over(spec: RunSpec) -> Iterator[ServerState]:
     """Servers of this host that no record names: a lost extraction server, then production. Refuses strangers."""
-    if spec.extraction.port != spec.production.port and (lost := adopt.lost_extraction(spec)):
+    if lost := adopt.lost_extraction(spec):
         yield launch.adopted(spec, lost, spec.extraction.port)
     if found := adopt.production(spec):
         yield launch.adopted(spec, found, spec.production.port)
@@ -267,7 +285,7 @@ def _finish(spec: RunSpec, server: ServerState) -> ServerState:
     try:
         return launch.finish(spec, server)
     except Refused:
-        launch.stop(spec, server, why="the start failed")
+        launch.stop(spec, server, why="the start failed", memory_proved=False)
         raise
 
 

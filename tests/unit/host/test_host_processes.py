@@ -212,6 +212,51 @@ def test_memory_that_is_never_freed_is_an_error(
     monkeypatch.setattr(processes, "_DEVICE_WAIT_S", 0.2)
     with pytest.raises(TryAgain, match="device memory is still held"):
         processes.stop(processes.owned(main), port=port, grace_s=0.5)
+    held = processes.stop(processes.Owned(main, main.pid, main.pid), port=port, grace_s=0.5, memory_proved=False)
+    assert len(held) == 1
+    assert held[0].startswith(f"1000 MiB: pid {main.pid}")
+
+
+def test_a_server_that_ends_by_itself_as_it_is_stopped(
+    started: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look and the signal the last process of the group may go."""
+    port = free_port()
+    main, _, _ = family(started, port)
+
+    def gone(pgid: int, number: int) -> None:
+        killpg(pgid, signal.SIGKILL)
+        raise ProcessLookupError
+
+    killpg = os.killpg
+    monkeypatch.setattr(processes.os, "killpg", gone)
+    assert processes.stop(processes.owned(main), port=port, grace_s=5.0) == []
+    assert not procid.alive(main)
+
+
+@pytest.mark.parametrize(
+    ("listens_on", "host", "in_the_way"),
+    [
+        ("127.0.0.2", "127.0.0.1", False),
+        ("127.0.0.1", "127.0.0.1", True),
+        ("0.0.0.0", "127.0.0.1", True),
+        ("127.0.0.2", "0.0.0.0", True),
+        ("127.0.0.1", "::", True),
+        ("::", "127.0.0.1", True),
+        ("::1", "127.0.0.1", False),
+        ("::ffff:127.0.0.1", "127.0.0.1", True),
+        ("fe80::1", "fe80::1%lo", True),
+        ("127.0.0.1", "localhost", True),
+        ("127.0.0.2", "no-such-name.invalid", True),
+        ("127.0.0.2", "", True),
+    ],
+)
+def test_who_is_in_the_way_of_a_server(
+    listens_on: str, host: str, in_the_way: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = SimpleNamespace(pid=77, status="LISTEN", laddr=SimpleNamespace(port=7, ip=listens_on))
+    monkeypatch.setattr(processes.psutil, "net_connections", lambda kind: [other])
+    assert processes.listeners(7, host) == ([77] if in_the_way else [])
 
 
 def test_no_driver_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +271,7 @@ def test_no_driver_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_dying_socket_is_no_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
     """psutil finds no owner of a socket whose process dies while it looks; an owner that stays hidden is a stranger."""
-    dying = SimpleNamespace(pid=None, status="LISTEN", laddr=SimpleNamespace(port=7))
+    dying = SimpleNamespace(pid=None, status="LISTEN", laddr=SimpleNamespace(port=7, ip=HOST))
     looks = [[dying], []]
     monkeypatch.setattr(processes, "_DYING_S", 0.0)
     monkeypatch.setattr(processes.psutil, "net_connections", lambda kind: looks.pop(0))

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -34,7 +35,7 @@ from host_lifecycle import (
     write_spec,
 )
 
-from hsx_host import borrow, health, inherited, lease, patch, processes, procid, restore, serve, state
+from hsx_host import borrow, health, inherited, lease, patch, preflight, processes, procid, restore, serve, state
 from hsx_host import contract as c
 from hsx_host.errors import Refused, TryAgain
 
@@ -132,6 +133,89 @@ def test_a_stranger_comes_while_the_host_changes(spec: c.RunSpec) -> None:
         with pytest.raises(Refused, match="stranger"):
             serve.ensure(spec, "extraction")
         assert serve.ensure(spec, "production").pid == up.pid
+
+
+def listening(address: str, port: int) -> subprocess.Popen[bytes]:
+    """A stranger who listens there, as a proxy in front of production does, or a second replica beside it."""
+    code = (
+        "import socket,sys,time; s=socket.socket(); s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)\n"
+        "s.bind((sys.argv[1], int(sys.argv[2]))); s.listen(); time.sleep(600)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code, address, str(port)])
+    wait_for(lambda: child.pid in processes.listeners(port))
+    return child
+
+
+def own_extraction_port(spec: c.RunSpec) -> c.RunSpec:
+    port = free_port()
+    args = [str(port) if a == str(spec.extraction.port) else a for a in spec.extraction.args]
+    return replace(spec, extraction=replace(spec.extraction, port=port, args=args))
+
+
+@pytest.mark.parametrize("how", ["recorded", "not recorded"])
+@pytest.mark.parametrize("mode", ["extraction", "stopped"])
+def test_production_is_not_stopped_beside_a_stranger_on_its_port(
+    spec: c.RunSpec, by_hand: list[subprocess.Popen[bytes]], how: str, mode: str
+) -> None:
+    """Its port would be the stranger's when it shall come back, or the extraction server be reached through the proxy:
+    refused by every step that comes before."""
+    by_hand += [start_by_hand(spec), listening("127.0.0.2", spec.production.port)]
+    if how == "recorded":
+        serve.ensure(spec, "production")
+    with pytest.raises(Refused, match=f"beside production, port .* by a stranger: pid {by_hand[1].pid}"):
+        preflight.run(spec, Namespace())
+    with pytest.raises(Refused, match="beside production"):
+        borrow.acquire(spec, by_step=False)
+    live_lease(spec)
+    with pytest.raises(Refused, match=r"beside production.*extraction\.port"):
+        serve.ensure(spec, mode)
+    assert [p.poll() for p in by_hand] == [None, None]
+    assert serve.ensure(spec, "production").pid == by_hand[0].pid
+
+
+def test_a_proxy_in_front_of_production_is_in_nobodys_way(
+    spec: c.RunSpec, by_hand: list[subprocess.Popen[bytes]]
+) -> None:
+    """It has production's port on another address, and extraction has a port of its own."""
+    spec = own_extraction_port(spec)
+    by_hand += [start_by_hand(spec), listening("127.0.0.2", spec.production.port)]
+    borrow.acquire(spec, by_step=False)
+    serve.ensure(spec, "extraction")
+    assert borrow.give_back(spec).mode == "production"
+    assert by_hand[1].poll() is None
+
+
+def test_a_stranger_that_comes_to_another_address_keeps_production_from_nothing(
+    spec: c.RunSpec, by_hand: list[subprocess.Popen[bytes]]
+) -> None:
+    borrow.acquire(spec, by_step=False)
+    serve.ensure(spec, "extraction")
+    by_hand.append(listening("127.0.0.2", spec.production.port))
+    assert borrow.give_back(spec).mode == "production"
+    assert by_hand[0].poll() is None
+
+
+def test_memory_that_the_driver_counts_for_the_dead_keeps_production_from_nothing(
+    spec: c.RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way to extraction ends there, the way back does not, whether the dead one was stopped or found dead."""
+    up = serve.ensure(spec, "production")
+    borrow.acquire(spec, by_step=False)
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\ncat {tmp_path}/counted\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(processes, "_DEVICE_WAIT_S", 0.2)
+    (tmp_path / "counted").write_text(f"{up.pid}, 500\n")
+    with pytest.raises(TryAgain, match="device memory is still held"):
+        serve.ensure(spec, "extraction")
+    assert serve.ensure(spec, "production").pid != up.pid
+    (tmp_path / "counted").write_text("")
+    gone = serve.ensure(spec, "extraction").pid
+    (tmp_path / "counted").write_text(f"{gone}, 500\n")
+    assert borrow.give_back(spec).mode == "production"
+    told = [json.loads(line) for line in state.journal_tail(spec, 100)]
+    assert any(f"500 MiB: pid {gone}" in str(line.get("device_memory_of_others")) for line in told)
 
 
 def test_a_crashed_server_and_its_orphan_are_cleared_before_the_next(spec: c.RunSpec) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from airflow.configuration import conf
 from airflow.sdk import BaseOperator
 
 from hsx_host import contract as c
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from airflow.sdk.definitions.context import Context
 
 _JOB_KEY = "job_id"
+_DEPLOYMENT_KEY = "deployment"
 #: The runner on the host ends a job at its deadline; the trigger does where the runner is gone.
 HOST_FIRST_S = 60.0
 
@@ -238,6 +240,22 @@ def run_of(context: Context, plan_task_id: str, on: str = "") -> dict[str, Any]:
             fix="clear the plan task of this run first",
         )
     return host
+
+
+def host_run_id(context: Context) -> str:
+    """The run's name on the host, by which its lease, guards and jobs know it: ``dag/run@deployment``.
+
+    Airflow's run id alone is no name: nights of two DAGs, or of two Airflows, that begin in one minute share it. What
+    tells deployments apart is the id that Airflow's database gave this version of the DAG; it is kept in the task state
+    store, so that a plan that is cleared after the DAG has changed keeps the name.
+    """
+    ti, store = context["ti"], context["task_state_store"]
+    known = store.get(_DEPLOYMENT_KEY)
+    if not known:
+        here = f"{conf.get('api', 'base_url', fallback='')}\0{ti.dag_version_id}"
+        known = hashlib.sha256(here.encode()).hexdigest()[:8]
+        store.set(_DEPLOYMENT_KEY, known)
+    return f"{ti.dag_id}/{ti.run_id}@{known}"
 
 
 def job_name(context: Context, spec_path: str) -> str:

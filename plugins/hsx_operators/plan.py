@@ -11,7 +11,7 @@ from airflow.sdk import BaseOperator
 
 from hsx_host import contract as c
 from hsx_operators.answers import human_bytes
-from hsx_operators.base import HostVerbOperator, run_key
+from hsx_operators.base import HostVerbOperator, host_run_id, run_key
 from hsx_operators.errors import ConfigError, HostError
 from hsx_operators.foretold import FORETOLD, foretell
 from hsx_operators.hook import GpuHostHook, hook_of
@@ -92,7 +92,7 @@ class PlanOperator(HostVerbOperator):
         :param sglang: the version on the host that plans; empty where this is the first.
         """
         name = str(params["profile"])
-        spec = build_spec(profile, name, params, str(context["run_id"]))
+        spec = build_spec(profile, name, params, host_run_id(context))
         with GpuHostHook(profile.host.ssh_conn_id, spec.host.python, spec.host.home) as hook:
             hook.ship()
             host: dict[str, Any] = {

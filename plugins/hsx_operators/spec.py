@@ -46,7 +46,7 @@ def build_spec(profile: Profile, name: str, params: Mapping[str, Any], run_id: s
     :param profile: the validated profile.
     :param name: its name.
     :param params: the run's Params (``PARAMS``); a missing one, "" or [] means "as in the profile".
-    :param run_id: Airflow's run id, or any name from a shell.
+    :param run_id: the run's name on the host (``host_run_id``), or any name from a shell.
     """
     check_known(params)
     p, path = profile, _path_param(params, "dataset") or profile.data.path

@@ -10,7 +10,7 @@ from airflow.sdk import Asset, BaseOperator
 from hsx_host import contract as c
 from hsx_operators import errors
 from hsx_operators.answers import human_seconds
-from hsx_operators.base import HostVerbOperator
+from hsx_operators.base import HostVerbOperator, host_run_id
 from hsx_operators.extraction import HIDDEN_STATES
 from hsx_operators.hook import GpuHostHook
 from hsx_operators.profile import default_profile, load_profile
@@ -100,7 +100,7 @@ class CheckHandoffOperator(BaseOperator):
         """``training-check``."""
         one = dict(self.handoff)
         profile = load_profile(one["profile"])
-        spec = build_spec(profile, one["profile"], {}, f"training {context['run_id']}")
+        spec = build_spec(profile, one["profile"], {}, f"training {host_run_id(context)}")
         if profile.training is None:
             raise errors.ConfigError("has no training", field="profile", value=one["profile"], fix="add training to it")
         where = profile.training.host or profile.host

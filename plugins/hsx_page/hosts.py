@@ -63,8 +63,9 @@ def _host(
             run = facts.get(key, {}).get("run")
             ttl = float(run.get("lease_ttl_s", 0)) if isinstance(run, dict) else 0.0
             renewed = max(float(told["expires"]) - ttl, contacts.get(key, 0.0))
+            # Airflow's id of the run, which people know and links need; the host's name of it is longer.
             entry["lease"] = {
-                "run_id": told["run_id"], "dag_id": sight.run.dag_id, "since": told["since"], "renewed": renewed,
+                "run_id": sight.run.run_id, "dag_id": sight.run.dag_id, "since": told["since"], "renewed": renewed,
                 "expires": max(float(told["expires"]), renewed + ttl),
             }  # fmt: skip
         elif sight.task.operator in GIVES_BACK and told.get("mode") == "production":

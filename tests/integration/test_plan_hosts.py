@@ -62,7 +62,7 @@ def plan(folder: Path, profile: dict[str, Any], **params: Any) -> dict[str, Any]
     (folder / "fleet.yaml").write_text(yaml.safe_dump(profile))
     pushed: dict[str, Any] = {}
     ti = SimpleNamespace(
-        dag_id="d", run_id="r", task_id="plan", map_index=-1, try_number=1,
+        dag_id="d", run_id="r", task_id="plan", map_index=-1, try_number=1, dag_version_id="v",
         xcom_pull=lambda task_ids, key: pushed.get(key), xcom_push=lambda key, value: pushed.update({key: value}),
     )  # fmt: skip
     run = SimpleNamespace(conf={}, run_type="manual", run_after=None, clear_number=0)
@@ -70,7 +70,6 @@ def plan(folder: Path, profile: dict[str, Any], **params: Any) -> dict[str, Any]
         "ti": ti,
         "task_state_store": Store(),
         "params": {"profile": "fleet", **params},
-        "run_id": "r",
         "dag_run": run,
     }
     operator = PlanOperator(task_id="plan", hosts=["a", "b"])

@@ -188,7 +188,7 @@ def sight(
     return Sighting(Run("d", "r1", "running", "manual", 0.0, None), task, told, {"host": "gpu-7", "text": text})
 
 
-LEASE = {"run_id": "r1", "since": NOW - 300, "expires": NOW + 600, "boot_id": ""}
+LEASE = {"run_id": "d/r1@3f2a9c1d", "since": NOW - 300, "expires": NOW + 600, "boot_id": ""}
 FACTS = {("d", "r1"): {"run": {"ssh_conn_id": "gpu-7", "lease_ttl_s": 900}}}
 
 
@@ -206,6 +206,7 @@ def test_a_borrowed_host_and_its_lease_renewed_by_the_last_look() -> None:
         30000,
         NOW - 200,
     )
+    assert (host["lease"]["dag_id"], host["lease"]["run_id"]) == ("d", "r1")  # the link to the run is made of them
     assert (host["lease"]["renewed"], host["lease"]["expires"]) == (NOW - 3, NOW + 897)
 
 

@@ -200,7 +200,7 @@ def several_hosts(
     """The same for each host, in a group of its own; then ``take_over``, the same again for what a host has left."""
     # Whatever became of a host, skipped included: the others' work goes on.
     reassign = ReassignOperator(
-        task_id="reassign", hosts=[host.name for host in hosts], shares=shares, trigger_rule=TriggerRule.ALL_DONE
+        task_id="reassign", hosts=[host.name for host in hosts], trigger_rule=TriggerRule.ALL_DONE
     )
     # Mostly nothing was to be taken over, and all of take_over is skipped.
     behind: dict[str, Any] = {
@@ -224,7 +224,8 @@ def several_hosts(
                 share >> first
                 last >> convert
                 ends += last
-    reassign >> convert >> handoff
+    # behind approve too: reassign ends well in a run that was never planned, or whose disk is short
+    [approve, reassign] >> convert >> handoff
     return [*ends, convert, handoff]
 
 
@@ -253,7 +254,8 @@ def extraction(dag_id: str, profiles: list[str], shape: Shape) -> DAG:
         planned, shards = XComArg(top_up, "plan"), XComArg(top_up, "shards")
         disk_check = DiskSpaceOperator(task_id="disk_check", pool=pool)
         disk = disk_check.output
-        behind = () if names else ("convert", "handoff")  # several hosts: reassign would first have to find one
+        # What an earlier run has missed is made up for; of several hosts reassign finds one for it.
+        behind = (*(["reassign"] if names else []), "convert", "handoff")
         gate = GateOperator(task_id="gate", run=run, plan=planned, shards=shards, disk=disk, handoff_task_ids=behind)
         # Asked for before the host is borrowed, so that production never waits for a person.
         approve_cleanup = ApproveCleanupOperator(task_id="approve_cleanup", disk=disk, run=run)

@@ -152,7 +152,7 @@ class VerifyDatasetOperator(HostVerbOperator):
 
     def verb(self, context: Context) -> list[str]:
         """``verify``."""
-        late = ["--window-ended"] if window.ended(context, self.host_of(context)) else []
+        late = ["--window-ended"] if window.left_over(self.host_of(context)) else []
         return ["verify", *late, *(word for shard in self.shards or [] for word in ("--shard", str(shard["id"])))]
 
     def allowed_retries(self, error: errors.HsxOperatorError, host: dict[str, Any]) -> int | None:
@@ -202,7 +202,7 @@ class ConvertFormatsOperator(HostVerbOperator):
         try:
             return super().execute_complete(context, event, host, job_id, verb)
         except errors.HostBadInput as e:
-            if window.ended(context, host):
+            if window.left_over(host):
                 raise AirflowSkipException(f"the window has ended: {e.message}") from None
             raise
 
@@ -256,7 +256,7 @@ class TrainingHandoffOperator(HostVerbOperator):
 
     def verb(self, context: Context) -> list[str]:
         """``handoff``."""
-        return ["handoff", *(["--window-ended"] if window.ended(context, self.host_of(context)) else [])]
+        return ["handoff", *(["--window-ended"] if window.left_over(self.host_of(context)) else [])]
 
     def result(self, document: c.HandoffResult, host: dict[str, Any], context: Context) -> Any:
         """The Asset's ``extra`` is the whole handoff."""

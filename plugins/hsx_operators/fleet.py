@@ -58,21 +58,25 @@ class ReassignOperator(BaseOperator):
     hand-off can be made.
 
     :param hosts: names of the profile's hosts.
-    :param shares: plan's XCom ``shares``.
+    :param shares_task_id: told ``shares``. It may have failed, and a template would then fail this task too.
     """
 
-    template_fields = ("shares",)
     ui_color = "#f3e6c8"
 
-    def __init__(self, *, hosts: Sequence[str], shares: Any, plan_task_id: str = "plan", **kwargs: Any) -> None:
+    def __init__(
+        self, *, hosts: Sequence[str], shares_task_id: str = "top_up", plan_task_id: str = "plan", **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
-        self.hosts, self.shares, self.plan_task_id = list(hosts), shares, plan_task_id
+        self.hosts, self.shares_task_id, self.plan_task_id = list(hosts), shares_task_id, plan_task_id
 
     def execute(self, context: Context) -> dict[str, list[Mapping[str, Any]]]:
         """Read the states of this run's tasks; spread what is left."""
         ti = context["ti"]
         states: dict[str, str | None] = ti.get_task_states(dag_id=ti.dag_id, run_ids=[ti.run_id]).get(ti.run_id, {})
-        shares: dict[str, list[dict[str, Any]]] = self.shares
+        shares: dict[str, list[dict[str, Any]]] | None = ti.xcom_pull(task_ids=self.shares_task_id, key="shares")
+        if shares is None:
+            self.log.info("Nothing was planned: no host has left anything to the others.")
+            return {}
         standing = [h for h in self.hosts if h in shares and came_through(h, states)]
         lead = run_of(context, self.plan_task_id)
         runs = {h: run_of(context, self.plan_task_id, h) for h in standing}
@@ -111,7 +115,12 @@ def came_through(host: str, states: Mapping[str, str | None]) -> bool:
 def unfinished(
     host: str, share: Sequence[dict[str, Any]], states: Mapping[str, str | None]
 ) -> Iterable[tuple[int, dict[str, Any]]]:
-    """The shards of a host, with their map index, whose ``extract`` did not succeed."""
+    """The shards of a host, with their map index, whose ``extract`` failed or was never begun.
+
+    Those that were skipped are not meant: the end of the window has left them for the next run, and a person who clears
+    one other shard by day does not want them.
+    """
     for i, shard in enumerate(share):
-        if states.get(f"{host}.extract_{i}") != "success":
+        state = states.get(f"{host}.extract_{i}", states.get(f"{host}.extract"))
+        if state not in ("success", "skipped"):
             yield i, shard

@@ -222,17 +222,18 @@ def run(name: str) -> dict[str, Any]:
 
 
 def reassign(
-    states: dict[str, str], shares: dict[str, Any], end: float = 0.0, **xcoms: Any
+    states: dict[str, str], shares: dict[str, Any], end: float = 0.0, cleared: int = 0, **xcoms: Any
 ) -> tuple[dict[str, list[int]], str]:
     known: dict[tuple[Any, ...], Any] = {
         ("plan", "run"): {**run("a"), "stop_after": end},
         ("plan", "run_b"): run("b"),
         ("plan", "run_a"): run("a"),
+        ("top_up", "shares"): shares,
     }
     known |= {tuple(k.split("/")) if i is None else (*k.split("/"), i): v for k, (i, v) in xcoms.items()}
     ti = Ti(states, known)
-    operator = ReassignOperator(task_id="reassign", hosts=["a", "b"], shares=shares)
-    context: Any = {"ti": ti, "dag_run": SimpleNamespace(clear_number=0)}
+    operator = ReassignOperator(task_id="reassign", hosts=["a", "b"])
+    context: Any = {"ti": ti, "dag_run": SimpleNamespace(clear_number=cleared)}
     return ids(operator.execute(context)), ti.pushed["run"]["ssh_conn_id"]
 
 
@@ -264,6 +265,49 @@ def test_a_host_that_had_nothing_to_do_can_take_over() -> None:
 def test_samples_that_failed_are_not_tried_on_another_host() -> None:
     states = {**GOOD, "b.extract_0": "failed"}
     assert reassign(states, SHARES, **{f"b.extract/{FAILURES}": (0, ["row 7 after 3 tries: no"])}) == ({}, "a")
+
+
+def test_where_nothing_was_to_do_a_host_is_found_for_a_missed_hand_off() -> None:
+    idle = {f"{h}.{s}": "skipped" for h in "ab" for s in ("share", "acquire", "extract", "restore")}
+    assert reassign(idle, {"a": [], "b": []}) == ({}, "a")
+
+
+@pytest.mark.parametrize(("derive", "handed_off"), [(5, True), (0, False)])
+def test_a_missed_hand_off_or_format_is_made_up_for_on_several_hosts(
+    dag: DAG, monkeypatch: pytest.MonkeyPatch, derive: int, handed_off: bool
+) -> None:
+    gate: Any = dag.get_task("gate")
+    gate.plan = {"todo": 0, "todo_tokens": 0, "todo_bytes": 0, "done": 9, "dataset_id": "d", "dataset_dir": "/d",
+                 "derive": derive, "handed_off": handed_off}  # fmt: skip
+    gate.run, gate.shards = {"dry_run": False, "cleanup_policy": "never"}, []
+    gate.disk = {
+        "text": "",
+        "verdict": "fits",
+        "old_states": [],
+        "needed_bytes": 0,
+        "free_bytes": 1,
+        "reserve_bytes": 0,
+    }
+    skipped: set[str] = set()
+    monkeypatch.setattr(type(gate), "skip", lambda self, ti, tasks: skipped.update(t.task_id for t in tasks))
+    assert gate.execute({"ti": Ti({}, {}), "task": gate}) == []
+    kept = {t.task_id for t in gate.get_flat_relatives(upstream=False)} - skipped
+    assert {name for name in kept if not dag.get_task(name).is_teardown} == {"reassign", "convert", "handoff"}
+
+
+def test_where_nothing_was_planned_nothing_fails_but_the_plan(dag: DAG) -> None:
+    reassign: Any = dag.get_task("reassign")
+    assert reassign.template_fields == ()  # an XCom that is not there would fail it when it is rendered
+    assert reassign.execute({"ti": Ti({"plan": "failed", "top_up": "upstream_failed"}, {})}) == {}
+    # reassign ends well, so that it alone would let the hand-off of an unplanned run begin
+    assert "approve_cleanup" in dag.get_task("convert").upstream_task_ids
+
+
+def test_what_the_window_left_is_not_handed_over_when_a_shard_is_cleared_by_day() -> None:
+    states = {**GOOD, "b.extract_0": "failed", "b.extract_1": "skipped", "a.extract_1": "skipped"}
+    assert reassign(states, SHARES, end=1.0, cleared=1) == ({"a": [1]}, "a")
+    late = {k: v for k, v in GOOD.items() if not k.startswith("b.extract")} | {"b.extract": "skipped"}
+    assert reassign(late, SHARES, end=1.0, cleared=1) == ({}, "a")  # the host was never borrowed
 
 
 def test_where_no_host_came_through_nothing_is_handed_over() -> None:

@@ -44,13 +44,16 @@ def test_green_exactly_where_nothing_is_wrong(states: tuple[str, ...], meant: st
 
 
 class _Ti:
-    def __init__(self, **xcoms: Any) -> None:
-        self.xcoms, self.dag_id, self.run_id = xcoms, "d", "r"
+    def __init__(self, states: dict[str, str] | None = None, run: Any = None, **xcoms: Any) -> None:
+        self.xcoms, self.dag_id, self.run_id, self.run = xcoms, "d", "r", run
+        self.states = states or {"plan": "success", "benchmark_after": "success"}
 
     def get_task_states(self, dag_id: str, run_ids: list[str]) -> dict[str, dict[str, str]]:
-        return {"r": {"plan": "success", "benchmark_after": "success"}}
+        return {"r": self.states}
 
     def xcom_pull(self, task_ids: str, key: str = "return_value") -> Any:
+        if (task_ids, key) == ("plan", "run"):
+            return self.run
         return self.xcoms.get(task_ids) if key == "return_value" else None
 
 
@@ -61,3 +64,13 @@ def test_a_production_that_came_back_slower_makes_the_run_red() -> None:
         verdict.execute({"ti": _Ti(benchmark_after=slow)})  # type: ignore[typeddict-item]
     good = slow | {"within_tolerance": True}
     assert verdict.execute({"ti": _Ti(benchmark_after=good)})["verdict"] == "good"  # type: ignore[typeddict-item]
+
+
+def test_shards_that_the_window_left_are_the_next_runs_though_this_one_is_cleared_later() -> None:
+    verdict = VerdictOperator(task_id="verdict")
+    states = {"extract_0": "success", "extract_1": "skipped", "handoff": "success"}
+    night = _Ti(states, {"stop_after": 1.0})
+    assert verdict.execute({"ti": night})["verdict"] == "good"  # type: ignore[typeddict-item]
+    for ti in (_Ti(states, {"stop_after": 0.0}), _Ti({**states, "convert": "skipped"}, {"stop_after": 1.0})):
+        with pytest.raises(RunFailed, match="Skipped by hand"):
+            verdict.execute({"ti": ti})  # type: ignore[typeddict-item]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import shlex
 import sys
-from pathlib import Path
 
-from hsx_host import state
+from hsx_host import program, state
 from hsx_host.contract import RunSpec
 from hsx_host.errors import TryAgain
 
@@ -17,8 +16,9 @@ HOME_VARIABLE = "HSX_HOME"
 
 def install(spec: RunSpec) -> None:
     """Write the command for this program and home; a disk that takes none keeps no run from going on."""
-    program = Path(__file__).resolve().parents[1]
-    words = [f"{HOME_VARIABLE}={state.home(spec)}", f"PYTHONPATH={program}", sys.executable, "-m", "hsx_host"]
+    home = state.home(spec)
+    own = {HOME_VARIABLE: str(home), **program.variables(home)}
+    words = [*(f"{name}={value}" for name, value in own.items()), sys.executable, "-m", "hsx_host"]
     text = (
         "#!/bin/sh\n"
         "# hsx on this host: status, restore --now, recover, restore --lift; --help says more.\n"

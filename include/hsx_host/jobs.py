@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from hsx_host import procid, progress, state
+from hsx_host import procid, program, progress, state
 from hsx_host.contract import JOB_DEADLINE, JobStatus, RunSpec
 from hsx_host.errors import BUG, BadInput, HsxError, TryAgain
 
@@ -126,12 +126,6 @@ def end_left(spec: RunSpec, grace_s: float) -> list[str]:
     return ended
 
 
-def program_environment() -> dict[str, str]:
-    """This environment, in which this program is found from any folder (PYTHONPATH may have been relative)."""
-    root = str(Path(__file__).resolve().parents[1])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)}
-
-
 def detach(argv: list[str], *, log: Path, cwd: Path) -> int:
     """Run a command in a session of its own that no longer belongs to this process; gives its pid."""
     code = (
@@ -145,7 +139,7 @@ def detach(argv: list[str], *, log: Path, cwd: Path) -> int:
             stdout=subprocess.PIPE,
             stderr=err,
             cwd=cwd,
-            env=program_environment(),
+            env=program.environment(),
             check=True,
         )
     return int(started.stdout)
@@ -189,7 +183,7 @@ def _runner(spec: RunSpec, job_id: str, where: Path, command: list[str], deadlin
         state.write_document(where / "job.json", record)
         os.write(send, b"ok")
         os.close(send)
-        environment = {**program_environment(), JOB_VARIABLE: job_id}
+        environment = {**program.environment(), JOB_VARIABLE: job_id}
         verb = subprocess.Popen([sys.executable, "-m", "hsx_host", *command], env=environment, stdin=subprocess.DEVNULL)
         try:
             code = verb.wait(deadline_s or None)

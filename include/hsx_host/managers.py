@@ -6,7 +6,6 @@ A server belongs to a unit by systemd's own word: its main process, or a member 
 
 from __future__ import annotations
 
-import os
 import subprocess
 import tempfile
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from hsx_host import inherited, processes, procid, state
+from hsx_host import inherited, processes, procid, program, state
 from hsx_host.contract import RunSpec
 from hsx_host.errors import BadInput, TryAgain
 from hsx_host.procid import ProcId
@@ -154,7 +153,7 @@ def _parents(proc: ProcId) -> list[int]:
 
 def _ask(spec: RunSpec, command: list[str], timeout_s: float) -> str:
     """Run a command of the owner's; its output. Into a file: what a start command leaves running keeps no pipe open."""
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and not k.startswith("HSX_")}
+    env = program.of_others()
     field = "production.unit" if spec.manager == "systemd" else f"production.manager ({spec.manager})"
     began = time.monotonic()
     with tempfile.TemporaryFile() as out:

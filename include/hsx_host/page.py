@@ -8,14 +8,13 @@ argument: at the first try that failed, each hour while it goes on, and once whe
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from hsx_host import byhand, procid, state
+from hsx_host import byhand, procid, program, state
 from hsx_host.contract import Lease, RunSpec
 from hsx_host.errors import HsxError
 from hsx_host.progress import log
@@ -75,7 +74,7 @@ def _due(spec: RunSpec, grant: Lease) -> bool:
 
 def _page(spec: RunSpec, text: str) -> None:
     """Call the command; one that fails is told, and keeps the guard from nothing."""
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and not k.startswith("HSX_")}
+    env = program.of_others()
     try:
         done = subprocess.run(
             [*spec.page_command, text],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import posixpath
 import shlex
 from collections.abc import Sequence
 from typing import TypeVar
@@ -14,8 +15,14 @@ T = TypeVar("T")
 
 
 def verb_command(python: str, bundle_dir: str, args: Sequence[str]) -> str:
-    """One simple, quoted command: no shell logic, whatever stands in the paths."""
-    return shlex.join(["env", f"PYTHONPATH={bundle_dir}", python, "-m", "hsx_host", *args])
+    """One simple, quoted command: no shell logic, whatever stands in the paths.
+
+    Nothing is imported but what was shipped (and what is installed): no module of the folder that the login lands in,
+    no byte code beside the sources. Byte code is kept in ``<home>/pycache``.
+    """
+    cache = posixpath.join(posixpath.dirname(posixpath.dirname(bundle_dir)), "pycache")
+    own = [f"PYTHONPATH={bundle_dir}", "PYTHONSAFEPATH=1", f"PYTHONPYCACHEPREFIX={cache}"]
+    return shlex.join(["env", *own, python, "-m", "hsx_host", *args])
 
 
 def parse_answer(cls: type[T], verb: str, rc: int, stdout: str, stderr: str, python: str) -> T:

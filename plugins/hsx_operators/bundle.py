@@ -53,23 +53,28 @@ def content_hash(files: Mapping[str, bytes]) -> str:
     return digest.hexdigest()
 
 
-#: Ends with CHANGED where the files of a shipped bundle (argv: its folder, its hash, its rooms) aren't what its name
-#: says. It is sent each time, so that nothing on the host decides about itself; the same hash as ``content_hash``.
+#: Ends with CHANGED where what lies in a shipped bundle (argv: its folder, its hash) isn't what its name says: all of
+#: it, since Python would import from anywhere in it; links and other things that are no plain files are never shipped.
+#: Left out are hidden names, and the ``__pycache__`` that a person's call may leave: ``verb_command`` reads none. It is
+#: sent each time, so that nothing on the host decides about itself; the same hash as ``content_hash``.
 _CHECK = """
-import hashlib, os, sys
-root, wanted, *rooms = sys.argv[1:]
+import hashlib, os, stat, sys
+root, wanted = sys.argv[1:]
 files = {}
-for room in rooms:
-    for where, folders, names in os.walk(os.path.join(root, room)):
-        folders[:] = [f for f in folders if f != "__pycache__" and not f.startswith(".")]
-        for name in names:
-            if not name.startswith(".") and not name.endswith((".pyc", ".pyo")):
-                path = os.path.join(where, name)
-                with open(path, "rb") as f:
-                    files[os.path.relpath(path, root)] = f.read()
+for where, folders, names in os.walk(root):
+    folders[:] = [f for f in folders if f != "__pycache__" and not f.startswith(".")]
+    for name in folders + names:
+        path = os.path.join(where, name)
+        mode = os.lstat(path).st_mode
+        if name in folders and stat.S_ISDIR(mode) or name.startswith("."):
+            continue
+        if not stat.S_ISREG(mode):
+            sys.exit(CHANGED)
+        with open(path, "rb") as f:
+            files[os.path.relpath(path, root)] = f.read()
 digest = hashlib.sha256()
 for name in sorted(files):
-    digest.update((name + chr(0) + str(len(files[name])) + chr(0)).encode())
+    digest.update(os.fsencode(name) + b"%c%d%c" % (0, len(files[name]), 0))
     digest.update(files[name])
 sys.exit(0 if digest.hexdigest() == wanted else CHANGED)
 """
@@ -78,4 +83,4 @@ CHANGED = 9
 
 def check_command(python: str, folder: str, sha256: str) -> str:
     """The remote command that ends with CHANGED where a shipped bundle isn't what its name says."""
-    return shlex.join([python, "-I", "-S", "-c", _CHECK.replace("CHANGED", str(CHANGED)), folder, sha256, *ROOMS])
+    return shlex.join([python, "-I", "-S", "-c", _CHECK.replace("CHANGED", str(CHANGED)), folder, sha256])

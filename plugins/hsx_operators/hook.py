@@ -156,12 +156,7 @@ class GpuHostHook:
         """
         if not self._checked:
             if not self._as_shipped(self.bundle_dir):
-                raise HostGarbage(
-                    f"the program on the host is not the one that was shipped there: {self.bundle_dir}",
-                    field="host.home",
-                    value=self.home,
-                    fix="look who changes files there; clear the plan task: it ships the program anew",
-                )
+                raise changed_program(self.bundle_dir, self.home)
             self._checked = True
         command = verb_command(self.python, self.bundle_dir, with_spec(verb, spec_path))
         show: Callable[[str], None] = (lambda line: None) if quiet else self.log.info
@@ -299,6 +294,16 @@ class GpuHostHook:
             ) from None
         finally:
             sftp.close()
+
+
+def changed_program(folder: str, home: str) -> HostGarbage:
+    """The error where a shipped bundle isn't what its name says (any more)."""
+    return HostGarbage(
+        f"the program on the host is not the one that was shipped there: {folder}",
+        field="host.home",
+        value=home,
+        fix="look who changes files there; clear the plan task: it ships the program anew",
+    )
 
 
 def with_spec(verb: Sequence[str], spec_path: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import posixpath
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 from hsx_host import contract as c
 from hsx_operators.answers import human_lines, parse_answer, verb_command
+from hsx_operators.bundle import CHANGED, check_command
 from hsx_operators.errors import (
     HostError,
     HostKeyMismatch,
@@ -21,7 +23,7 @@ from hsx_operators.errors import (
     HostUnreachable,
     RemoteJobDied,
 )
-from hsx_operators.hook import with_spec
+from hsx_operators.hook import changed_program, with_spec
 from hsx_operators.published import Told, tell_from_trigger
 
 T = TypeVar("T")
@@ -56,6 +58,7 @@ class HostTrigger(BaseTrigger):
         try:
             if self._conn is None:
                 self._conn = await SSHHookAsync(ssh_conn_id=self.host["ssh_conn_id"]).get_conn()
+                await self._check_program(self._conn)
             done = await self._conn.run(
                 command, timeout=COMMAND_TIMEOUT_S, check=False, encoding="utf-8", errors="replace"
             )
@@ -83,6 +86,14 @@ class HostTrigger(BaseTrigger):
             return parse_answer(cls, verb[0], done.exit_status, str(done.stdout), str(done.stderr), python)
         except RemoteJobDied as e:  # this short verb was killed, not the job that it asks about
             raise HostUnreachable(e.message) from None
+
+    async def _check_program(self, conn: asyncssh.SSHClientConnection) -> None:
+        """HostGarbage where the program that the polls of this connection would run isn't the one that was shipped."""
+        folder = self.host["bundle_dir"]
+        check = check_command(self.host["python"], folder, posixpath.basename(folder))
+        if (await conn.run(check, timeout=COMMAND_TIMEOUT_S, check=False)).exit_status == CHANGED:
+            await self.close()
+            raise changed_program(folder, posixpath.dirname(posixpath.dirname(folder)))
 
     async def tell(self, told: Told) -> None:
         """Tell the page; a watch goes on where Airflow can't take it just now."""

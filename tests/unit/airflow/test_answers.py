@@ -66,9 +66,11 @@ def test_a_document_of_another_shape_fails_loudly(change: dict[str, object]) -> 
 
 
 def test_command_is_quoted() -> None:
-    command = verb_command("/opt/my python", "/srv/it's $HOME/b", ["plan", "--spec", "/x; rm -rf /"])
+    command = verb_command("/opt/my python", "/srv/it's $HOME/bundles/b", ["plan", "--spec", "/x; rm -rf /"])
     assert command == (
-        """env 'PYTHONPATH=/srv/it'"'"'s $HOME/b' '/opt/my python' -m hsx_host plan --spec '/x; rm -rf /'"""
+        """env 'PYTHONPATH=/srv/it'"'"'s $HOME/bundles/b' PYTHONSAFEPATH=1 """
+        """'PYTHONPYCACHEPREFIX=/srv/it'"'"'s $HOME/pycache' """
+        """'/opt/my python' -m hsx_host plan --spec '/x; rm -rf /'"""
     )
 
 

@@ -283,12 +283,18 @@ def test_by_hand_in_the_middle_of_a_start(spec: c.RunSpec, tmp_path: Path) -> No
     assert "transition ended by hand" in events(spec)
 
 
-def test_the_command_for_people_and_what_status_says(borrowed: c.RunSpec) -> None:
+def test_the_command_for_people_and_what_status_says(borrowed: c.RunSpec, tmp_path: Path) -> None:
     """``<home>/hsx_host``: no spec, no PYTHONPATH, from any folder; says who holds the host and what is in the way."""
     command = str(state.home(borrowed) / "hsx_host")
+    folder = tmp_path / "of somebody else"
+    folder.mkdir()
+    for module in ("psutil", "requests", "torch", "hsx_host"):  # nothing of the folder is imported
+        (folder / f"{module}.py").write_text("raise SystemExit('PLANTED')\n")
 
     def ask(*words: str) -> dict[str, object]:
-        done = subprocess.run([command, *words], cwd="/", env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+        done = subprocess.run(
+            [command, *words], cwd=folder, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 

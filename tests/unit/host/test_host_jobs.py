@@ -79,6 +79,16 @@ def test_a_relative_pythonpath_holds_in_the_job(spec: c.RunSpec, tmp_path: Path)
     assert (done.state, done.rc) == ("done", 0), done.log
 
 
+def test_a_job_imports_nothing_of_the_home(spec: c.RunSpec, tmp_path: Path) -> None:
+    """A job, as a guard, runs in the home, where others of the login's programs may write."""
+    path, _ = guard_command(spec, tmp_path)
+    for module in ("psutil", "requests", "hsx_host"):
+        (state.folder(spec) / f"{module}.py").write_text("raise SystemExit('PLANTED')\n")
+    verb("job", "start", "j", "--spec", path, "--", "status", "--health")
+    done = wait_for(lambda: (s := jobs.poll(spec, "j", 0)).state != "running" and s)
+    assert (done.state, done.rc) == ("done", 0), done.log
+
+
 def test_kill_unwinds_the_verb(spec: c.RunSpec, tmp_path: Path) -> None:
     path, command = guard_command(spec, tmp_path)
     verb("job", "start", "j", "--spec", path, "--", *command)

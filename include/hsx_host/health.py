@@ -32,6 +32,8 @@ def problem(settings: ServerSettings, timeout_s: float = REQUEST_TIMEOUT_S, *, w
         if answer.status_code != 200:
             return f"/health answers {answer.status_code}"
         return _generate(settings, [5, 6, 7, 8], timeout_s)
+    except requests.ConnectionError:
+        return "nobody answers on its port"
     except requests.RequestException as e:
         return f"{type(e).__name__}: {e}"
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 from airflow.sdk.observability import stats
@@ -30,15 +29,17 @@ def samples_failed(count: int, host: Mapping[str, Any]) -> None:
 
 
 def given_back(began: float, borrowed: float | None, host: Mapping[str, Any]) -> None:
-    """Timings ``hsx.restore_seconds`` and ``hsx.borrow_seconds`` (from the lease to the end of the restore).
+    """Gauges ``hsx.restore_seconds`` and ``hsx.borrow_seconds`` (from the lease to the end of the restore).
+
+    Not timings: those reach StatsD and OpenTelemetry in milliseconds.
 
     :param began: when the restore began, unix seconds.
     :param borrowed: when the lease was granted; None where a step borrowed the host by itself.
     """
     now, tags = time.time(), _tags(host)
-    stats.timing("hsx.restore_seconds", timedelta(seconds=now - began), tags=tags)
+    stats.gauge("hsx.restore_seconds", now - began, tags=tags)
     if borrowed:
-        stats.timing("hsx.borrow_seconds", timedelta(seconds=now - borrowed), tags=tags)
+        stats.gauge("hsx.borrow_seconds", now - borrowed, tags=tags)
 
 
 def _tags(host: Mapping[str, Any]) -> dict[str, str]:

@@ -25,7 +25,7 @@ function draw() {
     <header class="top">
       <h1>Hidden states</h1>
       ${doc.runs.length ? html`<label>Run <select @change=${(e) => { window.location.search = e.target.value; }}>
-        ${chooser(doc).map((r) => html`<option value=${runPath(r)} ?selected=${r.run_id === doc.run?.run_id && r.dag_id === doc.run?.dag_id}>${r.run_id}${r.active ? " (goes on)" : ""}</option>`)}
+        ${chooser(doc).map((r) => html`<option value=${runPath(r)} ?selected=${r.run_id === doc.run?.run_id && r.dag_id === doc.run?.dag_id}>${r.run_id}${severalDags(doc) ? ` · ${r.dag_id}` : ""}${r.active ? ` (${r.state === "queued" ? "queued" : "goes on"})` : ""}</option>`)}
       </select></label>` : nothing}
       <p class="quiet" id="read">${doc.run?.active ? html`<span class="live" aria-hidden="true"></span> live, ` : nothing}read ${ago(doc.now, now)}</p>
     </header>
@@ -36,6 +36,9 @@ function draw() {
     ${runsSection(shown)}`, root);
   drawCharts(doc);
 }
+
+// Nights of two DAGs have the same names.
+const severalDags = (doc) => new Set(chooser(doc).map((r) => r.dag_id)).size > 1;
 
 function chooser(doc) {
   const known = doc.runs.some((r) => r.run_id === doc.run?.run_id && r.dag_id === doc.run?.dag_id);

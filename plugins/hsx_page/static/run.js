@@ -30,7 +30,7 @@ function figures(run) {
   const trouble = (t.states.failed ?? 0) + (t.states.retrying ?? 0);
   return html`
     <progress max=${t.samples_todo || 1} value=${t.samples} aria-label="samples of this run"></progress>
-    <dl class="figures">
+    ${work ? html`<dl class="figures">
       ${figure("Samples", f.count(t.samples), `of ${f.count(t.samples_todo)}, ${f.percent(t.samples, t.samples_todo)}`)}
       ${figure("Tokens", f.short(t.tokens), `of ${f.short(t.tokens_todo)}`)}
       ${figure("Written", f.bytes(t.bytes), `of ${f.bytes(t.bytes_todo)}`)}
@@ -61,16 +61,17 @@ export function stepSection(doc) {
 
 function foretold(run) {
   const t = run.foretold;
-  return section("foretold", run.dry_run ? "A dry run: what would happen" : "What would happen", "", html`
+  const work = t.samples > 0;
+  return section("foretold", run.dry_run ? "A dry run: what would happen" : work ? "What would happen" : "Nothing to do", "", html`
     <ul class="answer">${t.lines.map((line) => html`<li>${line}</li>`)}</ul>
-    <dl class="figures">
+    ${work ? html`<dl class="figures">
       ${figure("Samples", f.count(t.samples), `in ${f.many(t.shards, "shard")}; ${f.count(t.done)} done before`)}
       ${figure("Tokens", f.count(t.tokens))}
       ${figure("Needs", f.bytes(t.needed_bytes), `${f.bytes(t.free_bytes)} free, ${f.bytes(t.reserve_bytes)} stay free`, t.verdict === "fits" ? "" : "bad")}
       ${figure("Extraction", f.span(t.extract_s), t.tok_s ? `at the measured ${f.count(t.tok_s)} tok/s` : "no rate measured yet")}
       ${figure("Production down", f.span(t.down_s), t.down_s ? "stop to serving again" : "not measured yet")}
       ${figure("Would be deleted", f.bytes(t.deletes.reduce((sum, d) => sum + d.bytes, 0)), `${f.many(t.deletes.length, "folder")}, policy ${t.policy}`, t.deletes.length ? "bad" : "")}
-    </dl>
+    </dl>` : nothing}
     ${t.deletes.length ? html`<div class="scroll"><table><thead><tr><th>Old states that would go</th><th class="n">Files</th><th class="n">Size</th></tr></thead>
       <tbody>${t.deletes.map((d) => html`<tr><td class="break"><code>${d.path}</code></td><td class="n">${f.count(d.files)}</td><td class="n">${f.bytes(d.bytes)}</td></tr>`)}</tbody></table></div>` : nothing}`);
 }

@@ -59,8 +59,8 @@ def test_figures_of_a_call_not_of_the_shard(recorder: Recorder) -> None:
 
 def test_times_of_a_borrow(recorder: Recorder) -> None:
     metrics.given_back(time.time() - 5, time.time() - 100, HOST)
-    assert 5 <= recorder.seen["hsx.restore_seconds"][0].total_seconds() < 60
-    assert 100 <= recorder.seen["hsx.borrow_seconds"][0].total_seconds() < 160
+    assert 5 <= recorder.seen["hsx.restore_seconds"][0] < 60
+    assert 100 <= recorder.seen["hsx.borrow_seconds"][0] < 160
     recorder.seen.clear()
     metrics.given_back(time.time(), None, HOST)
     assert set(recorder.seen) == {"hsx.restore_seconds"}

@@ -24,7 +24,8 @@ from hsx_host.progress import log
 
 @dataclass(frozen=True)
 class Borrowers:
-    """``state/borrowers.json``: [pid, start] of the steps that borrowed the host themselves. No file: nobody did."""
+    """``state/borrowers.json``: [pid, start] of the steps that borrowed the host themselves. No file: nobody did; an
+    empty list: the last one is giving the host back."""
 
     run_id: str
     steps: list[list[int]]
@@ -88,26 +89,45 @@ def _give_back_or_let_lapse(spec: RunSpec) -> None:
     if not _leave(spec):
         return
     try:
-        give_back(spec)
+        give_back(spec, by_step=True)
     except Exception as e:
         log(f"giving the host back failed: {e}; the guard tries again")
         lease.expire(spec)
         raise
 
 
-def give_back(spec: RunSpec, grant: Lease | None = None) -> ServerFacts:
+def give_back(spec: RunSpec, grant: Lease | None = None, *, by_step: bool = False) -> ServerFacts:
     """Production up, plugin reverted, lease released: the one way back, of teardown, step, guard and recovery.
 
+    The lease stays where a setup or a step of this run has borrowed the host anew meanwhile: it is theirs then.
+
     :param grant: a guard's or a recovery's: only this grant is ended, and only after it has lapsed.
+    :param by_step: the last step on the list of borrowers gives the host back.
     """
     facts = serve.ensure(spec, "production", grant=grant)
-    with state.transition(spec, wait_s=spec.production.start_timeout_s):
+    leftovers.remove(spec)
+    with state.transition(spec, wait_s=spec.production.start_timeout_s, goal="production"):
         current = state.read_server(spec)
         if current is not None and current.mode == "production":  # a new run may be at work already
             patch.revert(spec)
-    leftovers.remove(spec)
-    lease.release(spec, grant)
+        if grant is None and (_borrowed_anew(spec, by_step) or serve.mode_now(spec) == "extraction"):
+            log("this run has borrowed the host anew meanwhile: the lease stays")
+        elif grant is None and procid.identify(facts.pid) is None:
+            log("production is gone again: the guard brings it back")
+            lease.expire(spec)
+        else:
+            lease.release(spec, grant)
+            if by_step:
+                _borrowers_path(spec).unlink(missing_ok=True)
     return facts
+
+
+def _borrowed_anew(spec: RunSpec, by_step: bool) -> bool:
+    """Whether a step, or a setup after a step's end, has borrowed the host since it was to be given back."""
+    steps = _borrowers(spec)
+    if by_step:
+        return steps != Borrowers(spec.run_id, [])
+    return steps is not None and steps.run_id == spec.run_id and bool(_living(steps.steps))
 
 
 def _enter(spec: RunSpec) -> bool:
@@ -136,7 +156,10 @@ def _leave(spec: RunSpec) -> bool:
         if left:
             _write_borrowers(spec, left)
             return False
-        _borrowers_path(spec).unlink(missing_ok=True)
+        try:
+            _write_borrowers(spec, [])  # not removed yet: without a list, a step would take the host for its setup's
+        except (OSError, TryAgain):  # a full disk; the lease is left to lapse then
+            _borrowers_path(spec).unlink(missing_ok=True)
         return True
 
 

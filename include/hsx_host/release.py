@@ -17,6 +17,7 @@ from hsx_host.errors import Refused
 from hsx_host.procid import ProcId
 
 HELP = "give this run's lease up"
+_WAIT_S = 30.0
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -24,13 +25,18 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(spec: RunSpec, args: Namespace) -> Lease:
+    with state.transition(spec, wait_s=_WAIT_S, goal="production"):  # no other verb starts or stops a server meanwhile
+        return _release(spec, abandon=args.abandon)
+
+
+def _release(spec: RunSpec, *, abandon: bool) -> Lease:
     held = lease.read(spec)
     if held is None or held.run_id != spec.run_id:
         return Lease(run_id=spec.run_id, since=0.0, expires=0.0)
     server = state.read_server(spec)
     up = server is not None and procid.boot_id() == server.boot_id and procid.alive(ProcId(server.pid, server.start))
     mode = server.mode if server is not None and up else "none"
-    if server is not None and mode != "production" and not (args.abandon and mode == "none"):
+    if server is not None and mode != "production" and not (abandon and mode == "none"):
         raise Refused(
             "production is not up: without a lease nobody would give the host back",
             field="lease",

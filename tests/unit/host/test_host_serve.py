@@ -27,6 +27,7 @@ from host_lifecycle import (
     free_port,
     listens,
     live_lease,
+    living_guards,
     make_spec,
     start_by_hand,
     verb,
@@ -35,7 +36,21 @@ from host_lifecycle import (
     write_spec,
 )
 
-from hsx_host import borrow, health, inherited, lease, patch, preflight, processes, procid, restore, serve, state
+from hsx_host import (
+    borrow,
+    guards,
+    health,
+    inherited,
+    lease,
+    patch,
+    preflight,
+    processes,
+    procid,
+    release,
+    restore,
+    serve,
+    state,
+)
 from hsx_host import contract as c
 from hsx_host.errors import Refused, TryAgain
 
@@ -521,6 +536,114 @@ def test_of_two_borrowing_steps_the_last_gives_back(spec: c.RunSpec, tmp_path: P
     other.communicate("go\n")
     assert other.returncode == 0
     assert verbless_mode(spec) == "production"
+
+
+@pytest.mark.parametrize(
+    ("gives_back", "who"),
+    [
+        ("step", "step"),
+        ("step", "step that serves"),
+        ("step", "setup"),
+        ("step", "setup that serves"),
+        ("teardown", "step"),
+        ("teardown", "step that serves"),
+        ("teardown", "setup that serves"),
+    ],
+)
+def test_a_host_that_is_borrowed_anew_while_it_is_given_back_keeps_its_lease(
+    spec: c.RunSpec, monkeypatch: pytest.MonkeyPatch, gives_back: str, who: str
+) -> None:
+    """By a step or a setup of the same run, while production is up again and the lease not released yet."""
+    spec = replace(spec, lease_ttl_s=300.0)
+    serve.ensure(spec, "production")
+
+    def meanwhile(spec: c.RunSpec) -> None:
+        if who.startswith("step"):
+            assert borrow._enter(spec), "the step borrows the host itself"
+        else:
+            borrow.acquire(spec, by_step=False)
+        if who.endswith("serves"):
+            serve.ensure(spec, "extraction")
+
+    monkeypatch.setattr(borrow.leftovers, "remove", meanwhile)
+    if gives_back == "step":
+        with borrow.extraction_server(spec):
+            pass
+    else:
+        borrow.acquire(spec, by_step=False)
+        serve.ensure(spec, "extraction")
+        borrow.give_back(spec)
+    assert lease.read(spec) is not None
+    assert serve.ensure(spec, "extraction").mode == "extraction"
+    assert living_guards(spec)
+    monkeypatch.undo()
+    if who.startswith("step"):
+        borrow._give_back_or_let_lapse(spec)
+    else:
+        borrow.give_back(spec)
+    assert lease.read(spec) is None
+    assert verbless_mode(spec) == "production"
+
+
+def test_a_step_that_comes_as_the_last_one_leaves_borrows_the_host_itself(spec: c.RunSpec) -> None:
+    """The extraction server is still up then; it is not a setup's."""
+    assert borrow._enter(spec)
+    serve.ensure(spec, "extraction")
+    assert borrow._leave(spec)
+    assert borrow._enter(spec)
+
+
+def test_production_that_dies_while_the_lease_is_given_up_is_the_guards(
+    spec: c.RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = replace(spec, lease_ttl_s=300.0)
+    borrow.acquire(spec, by_step=False)
+    serve.ensure(spec, "extraction")
+
+    def meanwhile(spec: c.RunSpec) -> None:
+        server = state.read_server(spec)
+        assert server is not None
+        os.kill(server.pid, signal.SIGKILL)
+        wait_for(lambda: procid.start_ticks(server.pid) is None)
+
+    monkeypatch.setattr(borrow.leftovers, "remove", meanwhile)
+    borrow.give_back(spec)
+    wait_for(lambda: verbless_mode(spec) == "production" and lease.read(spec) is None)
+
+
+@pytest.mark.parametrize("gone", ["lease", "guard"])
+def test_lease_and_guard_are_looked_at_again_right_before_production_is_stopped(
+    spec: c.RunSpec, monkeypatch: pytest.MonkeyPatch, gone: str
+) -> None:
+    up = serve.ensure(spec, "production")
+    live_lease(spec)
+
+    def meanwhile(*_: object) -> None:
+        if gone == "lease":
+            lease.expire(spec)
+        else:
+            monkeypatch.setattr(guards.jobs, "detach", lambda *a, **k: 1 << 30)
+            for guard in living_guards(spec):
+                os.kill(guard.pid, signal.SIGKILL)
+                wait_for(lambda guard=guard: not procid.alive(guard))
+
+    monkeypatch.setattr(serve, "_refuse_foreign_production", meanwhile)
+    with pytest.raises(TryAgain, match="holds no lease" if gone == "lease" else "guard of the lease can't be started"):
+        serve.ensure(spec, "extraction")
+    assert procid.start_ticks(up.pid)
+
+
+def test_the_lease_is_not_released_in_the_middle_of_a_transition(
+    spec: c.RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve.ensure(spec, "production")
+    live_lease(spec)
+    monkeypatch.setattr(release, "_WAIT_S", 0.0)
+    with state.transition(spec, wait_s=1.0), pytest.raises(TryAgain, match="a transition of this host"):
+        release.run(spec, Namespace(abandon=False))
+    assert lease.read(spec) is not None
+    assert release.run(spec, Namespace(abandon=False)).expires
+    assert lease.read(spec) is None
 
 
 def test_another_run_holds_the_host(spec: c.RunSpec) -> None:

@@ -1,7 +1,8 @@
 """What a data set means, and the id that follows from it.
 
 ``dataset.json`` holds everything that a reader must know to use the files rightly: which layers, before
-or after the norm, from which model and engine. Whoever would put rows of another meaning beside them is refused.
+or after the norm, from which model, engine and launch settings. Whoever would put rows of another meaning beside them
+is refused.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import hashlib
 import importlib.metadata
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from hsx_host import formats
+from hsx_host import formats, numerics, servers
 from hsx_host.contract import RunSpec
 from hsx_host.errors import BadInput, Refused, TryAgain
 from hsx_host.formats import Shape
@@ -36,6 +37,7 @@ _FINGERPRINTED = (
     "model_revision",
     "model_config_sha256",
     "model_weights_sha256",
+    "numerics",
 )
 _FIELDS = {  # where a person sets what differs
     "layers": "capture.layers",
@@ -50,7 +52,10 @@ _FIELDS = {  # where a person sets what differs
 
 @dataclass(frozen=True)
 class DatasetSemantics:
-    """``dataset.json``. Layer ids are physical: ``layers`` are hsx's own (see ``convention``), the final apart."""
+    """``dataset.json``. Layer ids are physical: ``layers`` are hsx's own (see ``convention``), the final apart.
+
+    ``numerics``: flags and variables of the extraction server that can change rows (``hsx_host.numerics``).
+    """
 
     dataset_id: str
     data_name: str
@@ -72,6 +77,7 @@ class DatasetSemantics:
     num_blocks: int
     hidden_size: int
     vocab_size: int
+    numerics: dict[str, str] = field(default_factory=dict)
 
     @property
     def planes(self) -> list[str]:
@@ -108,6 +114,7 @@ def semantics(spec: RunSpec, facts: ModelFacts | None = None) -> DatasetSemantic
         "model_revision": spec.model.revision,
         "model_config_sha256": facts.config_sha256,
         "model_weights_sha256": weights_sha256(spec.model.path),
+        "numerics": numerics.of(spec.extraction),
     }
     text = json.dumps({k: known[k] for k in _FINGERPRINTED}, sort_keys=True)
     fingerprint = hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -139,6 +146,14 @@ def settle(folder: Path, meaning: DatasetSemantics, *, write: bool) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             write_document(folder / "dataset.json", meaning)
         return
+    if other := numerics.difference(found.numerics, meaning.numerics):
+        name, was, now = other
+        raise Refused(
+            f"the data set in {folder} was made with {name} {was}",
+            field=f"extraction.{'flags' if name.startswith('--') else 'env'} {name}",
+            value=now,
+            fix="set it back, or give the data set another data.name",
+        )
     there, here = asdict(found), asdict(meaning)
     for name in sorted(there, key="dataset_id".__eq__):  # the id last: it follows from the others
         if there[name] != here[name]:
@@ -176,6 +191,7 @@ def engine_version() -> str:
 
 
 def _check(spec: RunSpec, facts: ModelFacts) -> None:
+    servers.check_model(spec.extraction, spec.model.path)
     layers = spec.capture.layers
     if not layers or sorted(set(layers)) != list(layers):
         raise BadInput("must ascend, each layer once", field="capture.layers", value=layers, fix="e.g. [3, 31, 59]")
@@ -194,10 +210,10 @@ def _check(spec: RunSpec, facts: ModelFacts) -> None:
             fix="one of " + ", ".join(DTYPES),
         )
     formats.of_run(spec.capture.formats)
-    for field, name in (("profile", spec.profile), ("data.name", spec.data.name)):
+    for where, name in (("profile", spec.profile), ("data.name", spec.data.name)):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
             raise BadInput(
-                "can't be part of a folder's name", field=field, value=name, fix="use letters, digits, . _ -"
+                "can't be part of a folder's name", field=where, value=name, fix="use letters, digits, . _ -"
             )
     if spec.data.shard_size < 1:
         raise BadInput("must be 1 or more", field="data.shard_size", value=spec.data.shard_size, fix="e.g. 500")

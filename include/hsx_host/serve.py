@@ -154,6 +154,7 @@ def check_settings(spec: RunSpec, mode: str) -> None:
     if mode == "extraction":
         servers.check_address(spec.extraction, "extraction")
         servers.check_extraction(spec.extraction)
+        servers.check_model(spec.extraction, spec.model.path)
 
 
 def facts(server: ServerState, *, changed: bool) -> ServerFacts:

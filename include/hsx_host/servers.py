@@ -155,6 +155,23 @@ def check_bound(port: int, addresses: Iterable[str]) -> None:
         )
 
 
+def check_model(settings: ServerSettings, path: str) -> None:
+    """Refused where the arguments name another model than the profile: its rows would count as this one's."""
+    given = flags(settings.args).get("--model-path", (path,))
+    if given != (path,):
+        raise Refused(
+            f"the server's arguments say --model-path {' '.join(given)}, the data set is of {path}",
+            field="extraction.args",
+            value=" ".join(shown(settings.args)),
+            fix="take --model-path out of the flags, and set model.path in the profile",
+        )
+
+
+def is_secret(name: str) -> bool:
+    """Whether the value of a flag or variable of this name is shown and kept nowhere."""
+    return bool(_SECRET.search(name))
+
+
 def shown(args: Sequence[str]) -> list[str]:
     """Arguments as they may stand in a log: the value of a flag that names a secret is left out."""
     told: list[str] = []

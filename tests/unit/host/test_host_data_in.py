@@ -34,6 +34,25 @@ THINKS = (
     "{% if m['role'] == 'assistant' and loop.last %}<t></t>{% endif %}{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+#: As SmolLM2: a system turn of its own where none is given.
+DEFAULTS = (
+    "{% if messages and messages[0]['role'] != 'system' %}<|im_start|>system\nbe good<|im_end|>\n{% endif %}" + CHATML
+)
+#: As Qwen3: thoughts only behind the last question that no tool asked, answers of tools as a user's turn.
+THINKS_LATE = (
+    "{% set ns = namespace(last=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>"
+    "{% if m.role == 'tool' %}user\n<r>{{ m.content }}</r>{% else %}{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last and (loop.last or m.thought) %}<t>{{ m.thought }}</t>"
+    "{% endif %}{{ m.content.split('</t>')[-1] }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}<c>{{ c.name }}</c>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+#: As DeepSeek-R1: a prompt for thoughts that no turn of the past shows.
+PROMPTS_THOUGHT = CHATML.replace("assistant\n{% endif", "assistant\n<t>{% endif")
+#: Writes the last answer backwards before all else: a turn that is the last then begins otherwise.
+REORDERS = "{{ messages[-1]['content'][::-1] }}" + CHATML
 STRICT = "{{ raise_exception('only one turn') if messages|length > 2 }}" + CHATML
 
 
@@ -213,6 +232,54 @@ def test_a_template_that_writes_the_last_turn_otherwise(tmp_path: Path) -> None:
     fast, (one,) = chats(tmp_path, THINKS, {"messages": TURNS})
     assert isinstance(one, Sample), one
     assert trained(fast, one) == ["two<|im_end|>", "<t></t>four<|im_end|>"]
+
+
+def _says(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+ASKS = {"role": "user", "content": "one"}
+HEADER = {"role": "user", "content": "<|im_start|>assistant\n<t>x"}
+GREETING = [_says("hello"), ASKS, _says("two")]
+TWICE = [ASKS, _says("two"), _says("three")]
+TOOLS = [
+    ASKS, _says("look", thought="why", tool_calls=[{"name": "find"}]), {"role": "tool", "content": "SECRET"},
+    _says("two", thought="so"), {"role": "user", "content": "two?"}, _says("four", thought="then"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "said"),
+    [
+        (CHATML, GREETING, ["hello", "two"]),
+        (DEFAULTS, GREETING, ["hello", "two"]),
+        (DEFAULTS, [{"role": "system", "content": "SYS"}, *GREETING], ["hello", "two"]),
+        (THINKS_LATE, GREETING, ["hello", "<t></t>two"]),
+        (CHATML, TWICE, ["two", "three"]),
+        (THINKS, TWICE, ["two", "<t></t>three"]),
+        (THINKS_LATE, TWICE, ["two", "<t></t>three"]),
+        (THINKS_LATE, TOOLS, ["look<c>find</c>", "two", "<t>then</t>four"]),
+        (THINKS_LATE, TOOLS[:4], ["<t>why</t>look<c>find</c>", "<t>so</t>two"]),
+        (THINKS_LATE, [ASKS, _says("<t>x</t>two"), ASKS, _says("three")], ["two", "<t></t>three"]),
+        (THINKS, [ASKS, _says(" one \n"), ASKS, _says("")], [" one \n", "<t></t>"]),
+        (PROMPTS_THOUGHT, TWICE, ["two", "three"]),
+        (PROMPTS_THOUGHT, [ASKS, _says("two", thought="x")], "where turn 1 begins can't be told"),
+        (THINKS_LATE, [HEADER, *TOOLS[1:]], ["look<c>find</c>", "two", "<t>then</t>four"]),
+        (PROMPTS_THOUGHT, [HEADER, _says("two")], ["two"]),
+        (REORDERS, TWICE, "where turn 1 ends can't be told"),
+    ],
+)  # fmt: skip
+def test_the_loss_is_on_the_assistants_words_alone_or_the_row_is_rejected(
+    tmp_path: Path, template: str, turns: list[dict[str, Any]], said: list[str] | str
+) -> None:
+    """Greetings, answers in a row, thoughts that come and go, tools: nothing of a header, a default, another's turn."""
+    fast, (one,) = chats(tmp_path, template, {"messages": turns})
+    if isinstance(said, str):
+        assert isinstance(one, Reject)
+        assert said in one.reason
+        return
+    assert isinstance(one, Sample), one
+    assert trained(fast, one) == [f"{text}<|im_end|>" for text in said]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ BY_HAND = {"status", "restore", "recover", "release"}
 PRIVATE = {
     *BY_HAND, "acquire", "heartbeat", "guard", "serve", "patch", "preflight", "disk", "cleanup", "benchmark",
 }  # fmt: skip
+# Verbs that start or stop servers, or say who may: for hsx's own login alone. (A guard was started by it.)
+OWN_LOGIN = {"acquire", "release", "heartbeat", "serve", "patch", "probe", "extract", "restore", "recover"}
 # A call of one of these is a sign of life of its run: the lease is renewed and its guards are looked after.
 RENEWING = set(verbs.VERBS) - {*BY_HAND, "acquire", "heartbeat", "guard", "job"}
 
@@ -104,9 +106,12 @@ def _run(argv: list[str]) -> Any:
     if args.spec is None:
         args.spec = last_spec()
     spec = read_spec(args.spec)
+    if verb in OWN_LOGIN or getattr(args, "renew", False):
+        byhand.check_login(spec, verb)
     _stop_on_sigterm()
     if verb in RENEWING and jobs.JOB_VARIABLE not in os.environ:
         with contextlib.suppress(HsxError, OSError):  # a verb that must hold the lease says so itself
+            byhand.check_login(spec, verb)
             guards.renew(spec)
     return verbs.load(verb).run(spec, args)
 

@@ -143,8 +143,24 @@ def _extraction(spec: RunSpec, main: _Launcher) -> Found | None:
     return None
 
 
+def _refuse_another_user(spec: RunSpec, proc: ProcId) -> None:
+    """hsx starts production as itself."""
+    there = psutil.Process(proc.pid)
+    user, group = there.uids().effective, there.gids().effective
+    if (user, group) != (os.geteuid(), os.getegid()):
+        raise Refused(
+            f"the server on port {spec.production.port} (pid {proc.pid}) runs as user {user}, group {group}, and hsx "
+            f"as user {os.geteuid()}, group {os.getegid()}: a restore would bring it back as another's",
+            field="production",
+            value=f"pid {proc.pid}",
+            fix="let the SSH connection log in as production's user, or name who starts it (production.manager)",
+        )
+
+
 def _refuse_differences(spec: RunSpec, main: _Launcher) -> None:
     proc, argv, environ = main.proc, main.argv, main.environ
+    if spec.manager == "process":
+        _refuse_another_user(spec, proc)
     cwd = os.readlink(f"/proc/{proc.pid}/cwd")
     wrong = servers.differences(inherited.module_args(argv) or [], spec.production.args)
     running = inherited.program(argv[0], cwd, environ.get("PATH", ""))

@@ -27,6 +27,7 @@ from host_lifecycle import (
 from hsx_host import borrow, guard, guards, launch, lease, procid, serve, state
 from hsx_host import contract as c
 from hsx_host import status as status_verb
+from hsx_host.__main__ import main
 from hsx_host.errors import Refused, TryAgain
 
 
@@ -255,6 +256,47 @@ def test_by_hand_whatever_the_state(borrowed: c.RunSpec, tmp_path: Path) -> None
     lease.release(other)
     verb("restore", "--lift", "--spec", write_spec(borrowed, tmp_path))
     assert borrow.acquire(borrowed, by_step=False).run_id == "run-1"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["restore", "--now"], ["restore"], ["recover"], ["release"], ["acquire"], ["serve", "production"],
+        ["patch", "apply"], ["heartbeat"], ["status", "--renew"], ["extract", "--shard", "0"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_another_login_than_hsxs_starts_and_stops_nothing(
+    spec: c.RunSpec,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    words: list[str],
+) -> None:
+    """Root above all: production would come back as root's. The home may be anybody's: what counts is who made what
+    lies in it."""
+    state.folder(spec, "state")
+    path = write_spec(spec, tmp_path)
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 12345)
+    before = sorted(state.home(spec).rglob("*"))
+    assert main([words[0], "--spec", path, *words[1:]]) == 3
+    told = json.loads(capfd.readouterr().out)
+    assert told["field"] == "login"
+    assert f"{spec.host.home}/hsx_host {words[0]}" in told["fix"]
+    assert sorted(state.home(spec).rglob("*")) == before
+
+
+def test_another_login_may_look_and_keeps_no_lease(
+    borrowed: c.RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path, held = write_spec(borrowed, tmp_path), lease.read(borrowed)
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 12345)
+    assert main(["status", "--spec", path]) == 0
+    assert json.loads(capfd.readouterr().out)["mode"] == "extraction"
+    main(["disk", "--spec", path])
+    assert lease.read(borrowed) == held
 
 
 def test_by_hand_holds_off_every_run(spec: c.RunSpec, tmp_path: Path) -> None:

@@ -233,6 +233,22 @@ def test_memory_that_the_driver_counts_for_the_dead_keeps_production_from_nothin
     assert any(f"500 MiB: pid {gone}" in str(line.get("device_memory_of_others")) for line in told)
 
 
+@pytest.mark.parametrize("which", ["geteuid", "getegid"])
+def test_production_of_another_user_is_not_taken_over(
+    spec: c.RunSpec, by_hand: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """It would come back as hsx's user."""
+    by_hand.append(start_by_hand(spec))
+    mine = getattr(os, which)()
+    monkeypatch.setattr(os, which, lambda: mine + 12345)
+    with pytest.raises(Refused, match=rf"runs as user \d+, group \d+, and hsx as .*{mine + 12345}") as e:
+        preflight.run(spec, Namespace())
+    assert "production.manager" in str(e.value)
+    with pytest.raises(Refused, match="as another's"):
+        borrow.acquire(spec, by_step=False)
+    assert by_hand[0].poll() is None
+
+
 def test_a_crashed_server_and_its_orphan_are_cleared_before_the_next(spec: c.RunSpec) -> None:
     shm = f"/dev/shm/hsx-test-{os.getpid()}-{spec.production.port}"
     live_lease(spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +29,8 @@ from hsx_operators.extraction import (
 from hsx_operators.fleet import ReassignOperator, ShareOperator
 from hsx_operators.hosts import DAG_ID, TAKE_OVER, dag_id_of
 from hsx_operators.plan import GateOperator, PlanOperator
-from hsx_operators.profile import FORMATS, default_profile
+from hsx_operators.profile import FORMATS
+from hsx_operators.profile_files import default_profile, list_profiles, remarks
 from hsx_operators.sensors import ServerHealthSensor
 from hsx_operators.servers import (
     AcquireHostOperator,
@@ -43,6 +45,8 @@ from hsx_operators.spec import AS_PROFILE
 from hsx_operators.topup import TopUpOperator
 from hsx_operators.unattended import Nightly
 from hsx_operators.verdict import VerdictOperator
+
+log = logging.getLogger(__name__)
 
 DOC = """
 ### What a run does
@@ -229,21 +233,21 @@ def several_hosts(
     return [*ends, convert, handoff]
 
 
-def extraction(dag_id: str, profiles: list[str], shape: Shape) -> DAG:
+def extraction(dag_id: str, profiles: list[str], shape: Shape, default: str) -> DAG:
     """The DAG over profiles of one shape."""
-    usual = default_profile()
     with DAG(
         dag_id=dag_id,
         description="EAGLE-3 hidden states from a borrowed SGLang host, proved, and the host given back",
-        doc_md=f"### This profile can't be used\n```\n{shape.problem}\n```\n{DOC}" if shape.problem else DOC,
+        doc_md=f"### Something is wrong with the profiles\n```\n{shape.problem}\n```\n{DOC}" if shape.problem else DOC,
         schedule=nights(shape.nightly),
         deadline=deadline(shape.profile, shape.alerts),
         catchup=False,
         max_active_runs=1,  # one server state a host; its pool (one slot) and the lease on the host guard it too
-        params={"profile": profile_param(profiles, usual if usual in profiles else profiles[0]), **PARAMS},
+        params={"profile": profile_param(profiles, default), **PARAMS},
         tags=["hsx", "eagle3", "hidden-states", "sglang", *(["broken profile"] if shape.problem else [])],
         default_args={"owner": "hsx", "execution_timeout": timedelta(hours=2)},
         render_template_as_native_obj=True,
+        auto_register=False,  # a DAG whose making fails halfway is none
     ) as dag:
         names = [host.name for host in shape.hosts if host.name]
         pool = shape.hosts[0].pool
@@ -290,13 +294,32 @@ def profile_param(names: list[str], default: str) -> Param:
     )
 
 
+def own_dag(one: Shape) -> DAG:
+    """A profile's own DAG; where it can't be made, one that says why. The other profiles keep theirs."""
+    dag_id, name = dag_id_of(one.profile), one.profile
+    try:
+        return extraction(dag_id, [name], one, name)
+    except Exception as e:
+        log.exception("%s", dag_id)
+        return extraction(dag_id, [name], Shape(name, problem=f"profile {name}: {type(e).__name__}: {e}"), name)
+
+
+def form(names: list[str]) -> DAG:
+    """One DAG over all profiles of one host. A misspelt ``HSX_PROFILE`` stays the default: the run is refused by it."""
+    usual = default_profile()
+    default = usual if usual in names or usual not in list_profiles() else names[0]
+    for line in (wrong := remarks()):
+        log.error("%s", line)
+    return extraction(DAG_ID, names, Shape(names[0], problem="\n".join(wrong)), default)
+
+
 # One DAG with a form over all profiles of one host; and one for each profile that has several, or runs by itself: its
 # tasks, pools and schedule are its own, and Airflow has one schedule and one set of tasks a DAG.
 ALL = shapes()
 WANTED = get_parsing_context().dag_id  # a worker that runs a task needs no other DAG
-single = [one.profile for one in ALL if not one.hosts[0].name]
-if single and WANTED in (None, DAG_ID):
-    extraction(DAG_ID, single, Shape(single[0]))
+simple = [one.profile for one in ALL if one.in_form]
+if simple and WANTED in (None, DAG_ID):
+    globals()[DAG_ID] = form(simple)
 for one in ALL:
     if one.own_dag and WANTED in (None, dag_id_of(one.profile)):
-        extraction(dag_id_of(one.profile), [one.profile], one)
+        globals()[dag_id_of(one.profile)] = own_dag(one)

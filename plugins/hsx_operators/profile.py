@@ -1,23 +1,19 @@
-"""Profiles: one YAML file a host and model, read strictly.
+"""Profiles: what a host and model's YAML file says, read strictly.
 
-``${VAR}`` and ``${VAR:-default}`` are taken from the environment. Every problem of a file is reported at
-once, each with the field, the value and the fix.
+Every problem of a file is reported at once, each with the field, the value and the fix.
 """
 
 from __future__ import annotations
 
-import os
-import re
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from hsx_operators import INCLUDE
 from hsx_operators.errors import ProfileError
 from hsx_operators.hosts import HOST_NAME, POOL, host_bodies, moved
 from hsx_operators.problems import path_of, problem
+from hsx_operators.profile_files import expanded, profile_file, read_body
 from hsx_operators.trainers import Training
 from hsx_operators.unattended import Alerts, Nightly
 
@@ -30,9 +26,6 @@ Natural = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Absolute = Annotated[str, Field(pattern=r"^/[^\x00\n]*$")]
 FlagValue = bool | int | float | str | list[str] | None
-
-
-_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the DAG file reads every profile when it is parsed
 
 
 class _Model(BaseModel):
@@ -210,72 +203,7 @@ class Profile(_Model):
     training: Training | None = None
 
 
-# ------------------------------------------------------------------------------ files and variables
-
-
-def profile_folders() -> list[Path]:
-    """``$HSX_PROFILES`` first (its profiles win), then the shipped ones."""
-    own = os.environ.get("HSX_PROFILES", "")
-    return [*([Path(own)] if own else []), INCLUDE / "profiles"]
-
-
-def list_profiles() -> list[str]:
-    """Names of all profiles that exist, a person's own first."""
-    names = [f.stem for folder in profile_folders() for f in sorted(folder.glob("*.yaml"))]
-    return list(dict.fromkeys(names))
-
-
-def profile_file(name: str) -> Path:
-    """The file of a profile; ProfileError that lists the known names where there is none."""
-    if re.fullmatch(r"[A-Za-z0-9._-]+", name):
-        for folder in profile_folders():
-            if (folder / f"{name}.yaml").is_file():
-                return folder / f"{name}.yaml"
-    known = ", ".join(list_profiles()) or "none"
-    raise ProfileError("profile", [f"profile = {name!r}: there is no such profile (known: {known})"])
-
-
-def default_profile() -> str:
-    """``$HSX_PROFILE``, else the first whose variables are all set: a person's own, the demo, then the others."""
-    names = list_profiles()
-    if (chosen := os.environ.get("HSX_PROFILE", "")) in names:
-        return chosen
-    shipped = {f.stem for f in (INCLUDE / "profiles").glob("*.yaml")}
-    for name in sorted(names, key=lambda n: (n in shipped, n != "demo")):
-        text = profile_file(name).read_text(encoding="utf-8")
-        needed = {m[1] for m in _VARIABLE.finditer(text) if m[2] is None}
-        if needed <= set(os.environ):
-            return name
-    return names[0]
-
-
-_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
-
-
-def _expand(value: Any, where: str, undefined: dict[str, list[str]]) -> Any:
-    if isinstance(value, dict):
-        return {k: _expand(v, f"{where}.{k}" if where else str(k), undefined) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_expand(v, f"{where}[{i}]", undefined) for i, v in enumerate(value)]
-    if not isinstance(value, str):
-        return value
-
-    def replace(m: re.Match[str]) -> str:
-        found = os.environ.get(m[1])
-        if found:
-            return found
-        if m[2] is not None:
-            return m[2]
-        undefined.setdefault(where, []).append(m[1])
-        return m[0]
-
-    return _VARIABLE.sub(replace, value)
-
-
-def expanded(body: Any) -> tuple[Any, dict[str, list[str]]]:
-    """A document with its variables replaced, and by field the variables that are not set."""
-    undefined: dict[str, list[str]] = {}
-    return _expand(body, "", undefined), undefined
+# ------------------------------------------------------------------------------ reading
 
 
 def load_profile(name: str) -> Profile:
@@ -290,15 +218,6 @@ def load_hosts(name: str) -> list[Profile]:
     fields of ``production`` and ``extraction`` (a port, a tensor-parallel size).
     """
     return parse_hosts(read_body(name), f"profile {name} ({profile_file(name)})")
-
-
-def read_body(name: str) -> Any:
-    """The YAML document of a profile, as it stands there."""
-    file = profile_file(name)
-    try:
-        return yaml.load(file.read_text(encoding="utf-8"), _YAML)
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise ProfileError(f"profile {name} ({file})", [f"not YAML: {' '.join(str(e).split())}"]) from None
 
 
 def parse_profile(body: Any, source: str) -> Profile:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from hsx_operators.errors import ProfileError
 from hsx_operators.hosts import POOL, host_bodies
 from hsx_operators.problems import path_of, problem
-from hsx_operators.profile import expanded, list_profiles, read_body
+from hsx_operators.profile_files import expanded, list_profiles, read_body
 from hsx_operators.unattended import Alerts, Nightly
 
 M = TypeVar("M", bound=BaseModel)
@@ -46,8 +46,15 @@ class Shape:
 
     @property
     def own_dag(self) -> bool:
-        """Whether the profile has a DAG of its own: for its hosts or its pool, its schedule, or to tell its problem."""
-        return self.hosts != (HostShape(),) or bool(self.nightly.schedule) or bool(self.problem)
+        """Whether the profile has a DAG of its own: for its hosts or its pool, its schedule or its deadline, or to tell
+        its problem."""
+        timed = bool(self.nightly.schedule or self.alerts.deadline_hours)
+        return not self.in_form or timed or bool(self.problem)
+
+    @property
+    def in_form(self) -> bool:
+        """Whether the form over several profiles can run it: its tasks are those of one host, in the pool of all."""
+        return self.hosts == (HostShape(),)
 
 
 def shapes() -> list[Shape]:
@@ -68,9 +75,9 @@ def shape(name: str) -> Shape:
             alerts = _part(name, "alerts", Alerts, found)
         except ValueError as e:
             raise ProfileError(f"profile {name}", [str(e)]) from None
-    except (ProfileError, OSError) as e:
+    except Exception as e:  # whatever is wrong with one file, the others keep their DAGs
         log.error("%s", e)
-        return Shape(name, problem=str(e))
+        return Shape(name, problem=str(e) or type(e).__name__)
     hosts = []
     for _, one in bodies:
         host: dict[str, Any] = one["host"] if isinstance(one.get("host"), dict) else {}

@@ -13,7 +13,8 @@ from hsx_operators.answers import human_seconds
 from hsx_operators.base import HostVerbOperator, host_run_id
 from hsx_operators.extraction import HIDDEN_STATES
 from hsx_operators.hook import GpuHostHook
-from hsx_operators.profile import default_profile, load_profile
+from hsx_operators.profile import load_profile
+from hsx_operators.profile_files import default_profile
 from hsx_operators.retry import HOST_RETRIES
 from hsx_operators.spec import build_spec
 

@@ -68,7 +68,7 @@ class Alerts(_Model):
     notifier: str = Field(default="", pattern=r"^$|^[A-Za-z_][\w.]*\.[A-Za-z_]\w*$")
     args: dict[str, Any] = {}
     on: list[Event] = list(get_args(Event))
-    deadline_hours: Annotated[float, Field(gt=0)] | None = None
+    deadline_hours: Annotated[float, Field(gt=0, le=8760)] | None = None
     host_command: list[str] = []
 
     @field_validator("host_command")

@@ -13,7 +13,7 @@ from airflow.sdk.exceptions import ParamValidationError
 
 from hsx_operators.base import HostVerbOperator
 from hsx_operators.hosts import POOL
-from hsx_operators.profile import list_profiles
+from hsx_operators.profile_files import list_profiles
 from hsx_operators.retry import HostRetryPolicy
 from hsx_operators.sensors import ServerHealthSensor
 from hsx_operators.spec import PARAMS

@@ -25,7 +25,7 @@ def dags(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DAG]:
     """Every DAG, with profiles of one host with nights, of three hosts, and one that can't be read."""
     folder = tmp_path_factory.mktemp("profiles")
     three = body()
-    three["hosts"] = [{**three["hosts"][0], "name": name} for name in ("gpu1", "gpu2", "gpu3")]
+    three["hosts"] = [{**three["hosts"][0], "name": name, "ssh_conn_id": name} for name in ("gpu1", "gpu2", "gpu3")]
     one = body(nightly={"schedule": "0 1 * * *", "timezone": "Europe/Berlin", "stop_after": "05:00"})
     one["host"] = {k: v for k, v in one.pop("hosts")[0].items() if k != "name"}
     for name, document in (("three", three), ("one", one), ("broken", "hosts: 7")):

@@ -14,6 +14,7 @@ from fleet_profile import body, dag_bag, write
 from hsx_operators.errors import ConfigError, HostLeftOut, ProfileError
 from hsx_operators.extraction import FAILURES
 from hsx_operators.fleet import ReassignOperator, ShareOperator, came_through, unfinished
+from hsx_operators.hosts import STEPS as STEPS_OF_DAG
 from hsx_operators.hosts import spread
 from hsx_operators.plan import SKIPPED_BECAUSE, check_hosts
 from hsx_operators.profile import parse_hosts
@@ -46,7 +47,9 @@ def test_each_host_has_its_own_and_shares_the_rest() -> None:
         (lambda b: b.update(hosts=[]), "hosts = []: is not a list of hosts"),
         (lambda b: b["hosts"][1].pop("name"), "hosts[1].name = None: is no host's name"),
         (lambda b: b["hosts"][1].update(name="a.b"), "hosts[1].name = 'a.b': is no host's name"),
-        (lambda b: b["hosts"][1].update(name="take_over"), "hosts[1].name = 'take_over': is no host's name"),
+        (lambda b: b["hosts"][1].update(name="take_over"), "hosts[1].name = 'take_over': is the name of a step"),
+        (lambda b: b["hosts"][1].update(name="plan"), "hosts[1].name = 'plan': is the name of a step"),
+        (lambda b: b["hosts"][1].update(name="g" * 240), f"hosts[1].name = '{'g' * 240}': is no host's name"),
         (lambda b: b["hosts"][1].update(name="gpu1"), "hosts[1].name = 'gpu1': is there twice"),
         (lambda b: b["hosts"][1].update(home="x"), "hosts[1].home = 'x': is not an absolute path"),
         (lambda b: b["hosts"][1]["production"].update(port=70000), "hosts[1].production.port = 70000: "),
@@ -61,6 +64,36 @@ def test_a_mistake_is_named_where_it_stands(change: Any, named: str) -> None:
     with pytest.raises(ProfileError) as e:
         parse_hosts(broken, "profile test")
     assert any(p.startswith(named) for p in e.value.problems), e.value.problems
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({}, "hosts[1].home = '/opt/hsx': is that of hosts[0], on the same ssh_conn_id"),
+        ({"home": "/opt//hsx/"}, "hosts[1].home = '/opt/hsx': is that of hosts[0]"),
+        ({"home": "/opt/two", "production": {"port": 30000}}, "hosts[1].production.port = 30000: is that of hosts[0]"),
+        ({"home": "/opt/two", "production": {}}, "hosts[1].production.port = 30000: is that of hosts[0]"),
+        ({"home": "/opt/two"}, ""),  # two servers of one host
+        ({"ssh_conn_id": "other"}, ""),
+    ],
+)
+def test_one_host_under_two_names_is_refused(change: dict[str, Any], named: str) -> None:
+    twice = body()
+    for entry in twice["hosts"]:
+        entry |= {"ssh_conn_id": "one", "home": "/opt/hsx"}
+    twice["hosts"][1] |= change
+    if not named:
+        assert len(parse_hosts(twice, "profile test")) == 2
+        return
+    with pytest.raises(ProfileError) as e:
+        parse_hosts(twice, "profile test")
+    assert e.value.problems[0].startswith(named)
+
+
+def test_no_host_can_be_called_as_a_step_is(dag: DAG) -> None:
+    groups = {"gpu1", "gpu2", "take_over"}
+    assert {task_id for task_id in dag.task_ids if "." not in task_id} == set(STEPS_OF_DAG)
+    assert set(dag.task_group.children) == groups | set(STEPS_OF_DAG)
 
 
 def test_a_mistake_of_all_hosts_is_told_once() -> None:

@@ -10,7 +10,8 @@ import yaml
 
 from hsx_operators import INCLUDE
 from hsx_operators.errors import ProfileError
-from hsx_operators.profile import default_profile, list_profiles, load_profile, parse_profile
+from hsx_operators.profile import load_profile, parse_profile
+from hsx_operators.profile_files import default_profile, list_profiles
 
 
 def body() -> dict[str, Any]:

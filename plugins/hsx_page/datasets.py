@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hsx_page.reading import Handed, Run
+from hsx_page.unread import Unread, listing, mapping, number
 
 Key = tuple[str, str]
 
@@ -17,6 +18,7 @@ def datasets_of(
     verified: Mapping[Key, Mapping[str, Any]],
     consumers: Mapping[Key, Sequence[Mapping[str, Any]]],
     shown: Mapping[str, Any] | None = None,
+    unread: Unread | None = None,
 ) -> list[dict[str, Any]]:
     """One entry a data set, the one that changed last first.
 
@@ -26,37 +28,44 @@ def datasets_of(
     :param consumers: DAG runs that a hand-off started, by the run that handed off.
     :param shown: the run that the page shows: how far it has come is known.
     """
+    unread = unread or Unread()
     found: dict[str, dict[str, Any]] = {}
     for one in handed:
-        h = one.handoff
-        name = str(h.get("dataset_id") or "")
-        if not name or name in found:
-            continue
-        check = verified.get((one.dag_id, one.run_id), {})
-        found[name] = {
-            "dataset_id": name, "handed_off": True, "at": one.at, "dag_id": one.dag_id, "run_id": one.run_id,
-            "samples": h.get("samples"), "tokens": h.get("tokens"), "bytes": h.get("bytes"),
-            "formats": h.get("formats") or {}, "layers": h.get("layers") or [], "model": h.get("model") or {},
-            "engine": h.get("engine") or {}, "dir": h.get("dataset_dir", ""), "handoff": h.get("path", ""),
-            "manifest_sha256": h.get("manifest_sha256", ""), "commands": h.get("commands") or {},
-            "proved": check.get("proved"), "failed": check.get("failed"),
-            "consumers": list(consumers.get((one.dag_id, one.run_id), [])),
-        }  # fmt: skip
-    for run in runs:
-        plan, settings = (facts.get((run.dag_id, run.run_id), {}).get(k) for k in ("plan", "run"))
-        if not isinstance(plan, dict) or (isinstance(settings, dict) and settings.get("dry_run")):
-            continue
-        name = str(plan.get("dataset_id") or "")
+        key = (one.dag_id, one.run_id)
+        name = str(one.handoff.get("dataset_id") or "")
         if name and name not in found:
-            made = None
-            if shown and (shown["dag_id"], shown["run_id"]) == (run.dag_id, run.run_id):
-                made = shown["totals"]
-            found[name] = {
-                "dataset_id": name, "handed_off": False, "at": run.began, "dag_id": run.dag_id, "run_id": run.run_id,
-                "samples": plan["done"] + (made["samples"] if made else 0), "planned": plan["done"] + plan["todo"],
-                "tokens": made["tokens"] if made and not plan["done"] else None,
-                "bytes": made["bytes"] if made and not plan["done"] else None,
-                "formats": {}, "layers": [], "model": {}, "engine": {}, "dir": plan["dataset_dir"], "handoff": "",
-                "manifest_sha256": "", "commands": {}, "proved": None, "failed": None, "consumers": [],
-            }  # fmt: skip
+            found[name] = _handed(name, one, verified.get(key, {}), list(consumers.get(key, [])))
+    for run in runs:
+        key = (run.dag_id, run.run_id)
+        plan, settings = (mapping(facts.get(key, {}).get(k)) for k in ("plan", "run"))
+        name = str(plan.get("dataset_id") or "")
+        if name and name not in found and not settings.get("dry_run"):
+            made = shown["totals"] if shown and (shown["dag_id"], shown["run_id"]) == key else None
+            what = f"the data set {name} in the plan of {run.dag_id} {run.run_id}"
+            if (planned := unread.part(what, None, _planned, name, run, plan, made)) is not None:
+                found[name] = planned
     return sorted(found.values(), key=lambda d: -(d["at"] or 0.0))
+
+
+def _handed(name: str, one: Handed, check: Mapping[str, Any], consumers: list[Mapping[str, Any]]) -> dict[str, Any]:
+    h = one.handoff
+    return {
+        "dataset_id": name, "handed_off": True, "at": one.at, "dag_id": one.dag_id, "run_id": one.run_id,
+        "samples": number(h.get("samples")), "tokens": number(h.get("tokens")), "bytes": number(h.get("bytes")),
+        "formats": mapping(h.get("formats")), "layers": listing(h.get("layers")), "model": mapping(h.get("model")),
+        "engine": mapping(h.get("engine")), "dir": str(h.get("dataset_dir", "")), "handoff": str(h.get("path", "")),
+        "manifest_sha256": str(h.get("manifest_sha256", "")), "commands": mapping(h.get("commands")),
+        "proved": check.get("proved"), "failed": check.get("failed"), "consumers": consumers,
+    }  # fmt: skip
+
+
+def _planned(name: str, run: Run, plan: Mapping[str, Any], made: Mapping[str, Any] | None) -> dict[str, Any]:
+    done, todo = int(plan["done"]), int(plan["todo"])
+    return {
+        "dataset_id": name, "handed_off": False, "at": run.began, "dag_id": run.dag_id, "run_id": run.run_id,
+        "samples": done + (made["samples"] if made else 0), "planned": done + todo,
+        "tokens": made["tokens"] if made and not done else None,
+        "bytes": made["bytes"] if made and not done else None,
+        "formats": {}, "layers": [], "model": {}, "engine": {}, "dir": str(plan["dataset_dir"]), "handoff": "",
+        "manifest_sha256": "", "commands": {}, "proved": None, "failed": None, "consumers": [],
+    }  # fmt: skip

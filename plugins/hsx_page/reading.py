@@ -23,6 +23,7 @@ from hsx_operators.extraction import GIVEN_BACK, HIDDEN_STATES
 from hsx_operators.foretold import FORETOLD
 from hsx_operators.plan import SKIPPED_BECAUSE
 from hsx_operators.published import PROGRESS, TRIES
+from hsx_page.unread import mapping, number
 
 #: DAGs with this tag are the page's: those that extract, not those that train on what was extracted.
 TAG = "hidden-states"
@@ -87,6 +88,20 @@ def dags(session: Session) -> list[str]:
 def runs(session: Session, dag_ids: Collection[str], limit: int) -> list[Run]:
     """The last runs, newest first."""
     query = select(DagRun).where(DagRun.dag_id.in_(dag_ids)).order_by(DagRun.id.desc()).limit(limit)
+    return [_run(row) for row in session.scalars(query)]
+
+
+def looked(session: Session, dag_ids: Collection[str], limit: int) -> list[Run]:
+    """The last runs in which a task looked at a host or changed it, newest first: idle nights lie between them."""
+    t = TaskInstance
+    at_work = select(t.task_id).where(
+        t.dag_id == DagRun.dag_id,
+        t.run_id == DagRun.run_id,
+        t.operator.in_(HOST_TOLD_BY),
+        t.state.is_not(None),
+        t.state.not_in(("skipped", "upstream_failed", "removed", "scheduled", "queued")),
+    )
+    query = select(DagRun).where(DagRun.dag_id.in_(dag_ids), at_work.exists()).order_by(DagRun.id.desc()).limit(limit)
     return [_run(row) for row in session.scalars(query)]
 
 
@@ -214,8 +229,8 @@ def verified(session: Session, of: Sequence[Handed]) -> dict[tuple[str, str], di
         value = _value(raw)
         if isinstance(value, dict):  # of several hosts each proves its own shards
             sums = found.setdefault((dag_id, run_id), {"proved": 0, "failed": 0})
-            sums["proved"] += value.get("proved") or 0
-            sums["failed"] += value.get("failed") or 0
+            for key in sums:
+                sums[key] += number(value.get(key)) or 0
     return found
 
 
@@ -238,12 +253,20 @@ def consumers(session: Session, of: Sequence[Handed]) -> dict[tuple[str, str], l
 
 
 def handoffs(session: Session, dag_ids: Collection[str], limit: int) -> list[Handed]:
-    """The last hand-offs of the given DAGs, newest first."""
+    """The last hand-off of each data set, made by one of the given DAGs, newest first.
+
+    :param limit: so many data sets.
+    """
     e = AssetEvent
-    query = (
-        select(e.source_dag_id, e.source_run_id, e.timestamp, e.extra)
+    last = (
+        select(func.max(e.id))
         .join(AssetModel, AssetModel.id == e.asset_id)
         .where(AssetModel.name == HIDDEN_STATES.name, e.source_dag_id.in_(dag_ids))
+        .group_by(e.extra["dataset_id"].as_string())
+    )
+    query = (
+        select(e.source_dag_id, e.source_run_id, e.timestamp, e.extra)
+        .where(e.id.in_(last))
         .order_by(e.timestamp.desc())
         .limit(limit)
     )
@@ -274,7 +297,7 @@ def dependency_order(dag: dict[str, Any]) -> list[str]:
 def _run(row: DagRun) -> Run:
     return Run(
         row.dag_id, row.run_id, str(row.state or ""), str(row.run_type or ""), _unix(row.start_date),
-        _unix(row.end_date), dict(row.conf or {}),
+        _unix(row.end_date), mapping(row.conf),
     )  # fmt: skip
 
 

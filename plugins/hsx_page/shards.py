@@ -9,6 +9,7 @@ from typing import Any
 
 from hsx_operators.published import PROGRESS, TRIES
 from hsx_page.reading import RESULT, Task, Told
+from hsx_page.unread import Unread, listing, mapping, number
 
 EXTRACT = "ExtractShardOperator"
 #: Airflow's states in the page's words; a task that waits in the triggerer runs on the host.
@@ -58,21 +59,29 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def shards_of(planned: Sequence[Mapping[str, Any]], tasks: Iterable[Task], told: Told, *, over: bool) -> list[Shard]:
+def shards_of(
+    planned: Sequence[Any], tasks: Iterable[Task], told: Told, *, over: bool, unread: Unread | None = None
+) -> list[Shard]:
     """The shards of a run.
 
     :param planned: plan's XCom ``shards``.
     :param tasks: all tasks of the run.
     :param over: whether the run has ended: a shard that nobody has taken by then is not run.
     """
+    unread = unread or Unread()
     extracts = [t for t in tasks if t.operator == EXTRACT and t.map_index >= 0 and t.state != "removed"]
     alone = len({t.task_id for t in extracts}) == 1
     by_id: dict[int, list[Task]] = {}
     for task in extracts:
-        shard = _shard_id(task, told, planned if alone else ())
+        whose = f"which shard {task.task_id} {task.map_index} is"
+        shard = unread.part(whose, None, _shard_id, task, told, planned if alone else ())
         if shard is not None:
             by_id.setdefault(shard, []).append(task)
-    return [_shard(body, by_id.get(int(body["id"]), []), told, over=over) for body in planned]
+    found = (
+        unread.part(f"shard {i} of the plan", None, _shard, body, by_id, told, over=over, unread=unread)
+        for i, body in enumerate(planned)
+    )
+    return [shard for shard in found if shard is not None]
 
 
 def _shard_id(task: Task, told: Told, planned: Sequence[Mapping[str, Any]]) -> int | None:
@@ -83,11 +92,14 @@ def _shard_id(task: Task, told: Told, planned: Sequence[Mapping[str, Any]]) -> i
     return int(planned[task.map_index]["id"]) if task.map_index < len(planned) else None
 
 
-def _shard(body: Mapping[str, Any], tasks: Sequence[Task], told: Told, *, over: bool) -> Shard:
+def _shard(
+    body: Mapping[str, Any], by_id: Mapping[int, Sequence[Task]], told: Told, *, over: bool, unread: Unread
+) -> Shard:
     shard = Shard(
         int(body["id"]), str(body["name"]), "not run" if over else "waiting", int(body["todo"]), int(body["tokens"]),
         int(body["bytes"]),
     )  # fmt: skip
+    tasks = by_id.get(shard.id, ())
     if not tasks:
         return shard
     task = min(tasks, key=lambda t: (_STANDS.index(STATES.get(t.state, "waiting")), -(t.began or 0.0)))
@@ -96,17 +108,23 @@ def _shard(body: Mapping[str, Any], tasks: Sequence[Task], told: Told, *, over: 
         shard.state = "not run"
     shard.task_id, shard.map_index, shard.began = task.task_id, task.map_index, task.began
     shard.tries = max(task.tries, 1) if task.began else task.tries
-    progress = _dict(told.get((task.task_id, task.map_index, PROGRESS)))
-    result = _dict(told.get((task.task_id, task.map_index, RESULT)))
-    tries = told.get((task.task_id, task.map_index, TRIES))
-    if isinstance(tries, list) and tries and shard.state != "done":
-        shard.reason = str(tries[-1].get("message", ""))
-    shard.host = str(progress.get("host", ""))
     if task.began and task.ended:
         shard.seconds = task.ended - task.began
+    unread.part(f"what {shard.name} told", None, _hear, shard, task, told)
+    return shard
+
+
+def _hear(shard: Shard, task: Task, told: Told) -> None:
+    """How far a shard is, from what its task told."""
+    progress = mapping(told.get((task.task_id, task.map_index, PROGRESS)))
+    result = mapping(told.get((task.task_id, task.map_index, RESULT)))
+    tries = listing(told.get((task.task_id, task.map_index, TRIES)))
+    shard.host = str(progress.get("host", ""))
+    if tries and shard.state != "done":
+        shard.reason = str(tries[-1].get("message", ""))
     if shard.state == "done":
         shard.done, shard.tokens, shard.bytes = shard.todo, shard.tokens_todo, shard.bytes_todo
-        shard.tok_s = result.get("tok_s")
+        shard.tok_s = number(result.get("tok_s"))
         if left := int(result.get("left") or 0):
             shard.state, shard.reason = "not run", f"the window ended: {left:,} samples are left for the next run"
             shard.done = max(0, shard.todo - left)
@@ -119,8 +137,7 @@ def _shard(body: Mapping[str, Any], tasks: Sequence[Task], told: Told, *, over: 
         shard.tokens = int(progress.get("tokens", 0)) if first else round(shard.tokens_todo * part)
         shard.bytes = int(progress.get("bytes", 0)) if first else round(shard.bytes_todo * part)
         if shard.state == "running":
-            shard.tok_s, shard.eta, shard.at = progress.get("tok_s"), progress.get("eta"), progress.get("at")
-    return shard
+            shard.tok_s, shard.eta, shard.at = (number(progress.get(k)) for k in ("tok_s", "eta", "at"))
 
 
 def totals(shards: Sequence[Shard], courses: Sequence[Course], now: float, *, foretold_tok_s: float | None) -> Any:
@@ -151,22 +168,28 @@ def totals(shards: Sequence[Shard], courses: Sequence[Course], now: float, *, fo
 Course = list[tuple[float, int, int]]
 
 
-def courses_of(tasks: Iterable[Task], told: Told) -> list[Course]:
+def courses_of(tasks: Iterable[Task], told: Told, unread: Unread | None = None) -> list[Course]:
     """How each shard's extraction went; of one that told no course, its beginning and end."""
-    found: list[Course] = []
-    for task in tasks:
-        if task.operator != EXTRACT:
-            continue
-        points = _dict(told.get((task.task_id, task.map_index, PROGRESS))).get("points") or []
-        # of several at one time the last counts: a rate needs a time that has passed
-        course = list({float(p[0]): (float(p[0]), int(p[2]), int(p[3])) for p in points}.values())
-        result = _dict(told.get((task.task_id, task.map_index, RESULT)))
-        if len(course) < 2 and result.get("seconds") and task.ended:
-            tokens, size = int(result["tok_s"] * result["seconds"]), int(result["bytes"])
-            course = [(task.ended - float(result["seconds"]), 0, 0), (task.ended, tokens, size)]
-        if len(course) >= 2:
-            found.append(course)
-    return found
+    unread, nothing = unread or Unread(), Course()
+    found = (
+        unread.part(f"the course of {task.task_id} {task.map_index}", nothing, _course, task, told)
+        for task in tasks
+        if task.operator == EXTRACT
+    )
+    return [course for course in found if len(course) >= 2]
+
+
+def _course(task: Task, told: Told) -> Course:
+    points = mapping(told.get((task.task_id, task.map_index, PROGRESS))).get("points") or []
+    # of several at one time the last counts: a rate needs a time that has passed
+    course = list({float(p[0]): (float(p[0]), int(p[2]), int(p[3])) for p in points}.values())
+    if any(number(time) is None for time, _, _ in course):
+        raise ValueError("a time is no number")
+    result = mapping(told.get((task.task_id, task.map_index, RESULT)))
+    if len(course) < 2 and result.get("seconds") and task.ended:
+        tokens, size = int(result["tok_s"] * result["seconds"]), int(result["bytes"])
+        course = [(task.ended - float(result["seconds"]), 0, 0), (task.ended, tokens, size)]
+    return course
 
 
 def rates(courses: Sequence[Course]) -> dict[str, Any] | None:
@@ -195,7 +218,3 @@ def rates(courses: Sequence[Course]) -> dict[str, Any] | None:
         "tok_s": [round(n / step, 1) for n in tokens],
         "bytes_s": [round(n / step) for n in size],
     }
-
-
-def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}

@@ -20,6 +20,7 @@ from sqlalchemy.orm import Session
 from hsx_page import places, reading
 from hsx_page.datasets import datasets_of
 from hsx_page.hosts import hosts_of
+from hsx_page.unread import Unread, clean
 from hsx_page.view import run_line, run_view
 
 RUNS, HOST_RUNS, DATASETS = 20, 10, 200
@@ -94,36 +95,42 @@ def overview(session: Session, allowed: Sequence[str], dag: str, run: str, *, as
     :param dag, run: the run to show; "" the one that goes on, else the last.
     :param assets: whether data sets may be shown.
     """
-    now = time.time()
+    now, unread = time.time(), Unread()
     recent = reading.runs(session, allowed, RUNS)
     chosen = reading.run(session, dag, run) if run else next((r for r in recent if r.state == "running"), None)
     if run and chosen is None:
         raise HTTPException(404, f"there is no run {run} of {dag}")
     chosen = chosen or (recent[0] if recent else None)
-    facts = reading.run_facts(session, recent)
-    looked = recent[:HOST_RUNS]
+    looked = reading.looked(session, allowed, HOST_RUNS)
+    facts = reading.run_facts(session, [*recent, *(r for r in looked if r not in recent)])
     handed = reading.handoffs(session, allowed, DATASETS) if assets else []
-    shown = None if chosen is None else _run(session, chosen, now)
-    return {
+    shown = None if chosen is None else _run(session, chosen, now, unread)
+    seen, contacts = reading.sightings(session, looked), reading.contacts(session, looked)
+    verified, consumers = reading.verified(session, handed), reading.consumers(session, handed)
+    document = {
         "now": now,
         "dags": list(allowed),
         "base": conf.get("api", "base_url", fallback="").rstrip("/"),
-        "runs": [run_line(r, facts.get((r.dag_id, r.run_id), {})) for r in recent],
+        "runs": [run_line(r, facts.get((r.dag_id, r.run_id), {}), unread) for r in recent],
         "run": shown,
-        "hosts": hosts_of(reading.sightings(session, looked), facts, reading.contacts(session, looked)),
-        "datasets": datasets_of(
-            handed, recent, facts, reading.verified(session, handed), reading.consumers(session, handed), shown
+        "hosts": unread.part("the hosts", [], hosts_of, seen, facts, contacts, unread),
+        "datasets": unread.part(
+            "the data sets", [], datasets_of, handed, recent, facts, verified, consumers, shown, unread
         )
         if assets
         else [],
     }
+    found: dict[str, Any] = clean({**document, "unread": unread.said()})
+    return found
 
 
-def _run(session: Session, run: reading.Run, now: float) -> Mapping[str, Any]:
+def _run(session: Session, run: reading.Run, now: float, unread: Unread) -> Mapping[str, Any]:
     tasks = reading.tasks(session, run.dag_id, run.run_id)
     facts = reading.run_facts(session, [run], ("run", "plan", "shards")).get((run.dag_id, run.run_id), {})
-    told, order = reading.told(session, run.dag_id, run.run_id), reading.order(session, run.dag_id)
-    return run_view(run, tasks, facts, told, order, now)
+    told = reading.told(session, run.dag_id, run.run_id)
+    order: list[str] = unread.part(f"the order of {run.dag_id}", [], reading.order, session, run.dag_id)
+    bare = run_view(run, [], {}, {}, [], now)
+    return unread.part(f"the run {run.run_id}", bare, run_view, run, tasks, facts, told, order, now, unread)
 
 
 def _may_read(user: Any, dag_id: str) -> bool:

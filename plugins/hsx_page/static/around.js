@@ -13,17 +13,18 @@ function host(h, now) {
   const state = { production: "success", extraction: "running", stopped: "up_for_retry" }[h.mode] ?? "";
   const word = { production: "production serves", extraction: "extraction", stopped: "production is stopped" }[h.mode] ?? "unknown";
   const lapsed = h.lease && h.lease.expires < now;
+  const lease = h.lease?.unread ? "can't be read" : "free";
   return html`<article><p class="lead"><b>${h.name}</b> ${badge(state, word)}</p>
     <dl class="pairs">
       <dt>Mode since</dt><dd>${h.at ? html`${f.moment(h.at)} <span class="quiet">${f.ago(h.at, now)}</span>` : f.nothing}</dd>
       ${h.changing ? html`<dt>Now</dt><dd>${h.changing}</dd>` : nothing}
       <dt>Server</dt><dd>${h.pid ? `pid ${h.pid}${h.port ? `, port ${h.port}` : ""}` : "none runs"}</dd>
       <dt>Last token</dt><dd>${h.healthy_at ? html`${f.moment(h.healthy_at)} <span class="quiet">${f.ago(h.healthy_at, now)}</span>` : f.nothing}</dd>
-      <dt>Lease</dt><dd>${h.lease
+      <dt>Lease</dt><dd>${h.lease && !h.lease.unread
         ? html`<a href=${runPath(h.lease)} class="break">${h.lease.run_id}</a><br /><span class="quiet">${lapsed
             ? `lapsed ${f.ago(h.lease.expires, now)}: the guard on the host gives it back`
             : `renewed ${f.ago(h.lease.renewed, now)}, lapses in ${f.span(h.lease.expires - now)} without Airflow`}</span>`
-        : "free"}</dd>
+        : lease}</dd>
     </dl></article>`;
 }
 
@@ -39,12 +40,12 @@ function benchmark(b, i, where) {
     <div class="scroll"><table class="tight"><thead><tr><th>Load</th><th class="n">Output, tok/s</th><th class="n">First token, ms</th><th class="n">Each token, ms</th><th class="n">After : before</th></tr></thead>
       <tbody>${loads.map((name) => html`<tr><td>${name}</td>
         <td class="n">${pair(b, name, "output_tok_s", 1)}</td><td class="n">${pair(b, name, "ttft_ms", 0)}</td><td class="n">${pair(b, name, "tpot_ms", 1)}</td>
-        <td class="n">${b.after?.ratios?.[name] === undefined ? f.nothing : `${(100 * b.after.ratios[name]).toFixed(0)} %`}</td></tr>`)}</tbody></table></div>`);
+        <td class="n">${Number.isFinite(b.after?.ratios?.[name]) ? `${(100 * b.after.ratios[name]).toFixed(0)} %` : f.nothing}</td></tr>`)}</tbody></table></div>`);
 }
 
 function pair(b, load, name, digits) {
   const one = (when) => b[when]?.loads?.[load]?.[name];
-  const text = (x) => (x === undefined ? f.nothing : x.toFixed(digits));
+  const text = (x) => (Number.isFinite(x) ? x.toFixed(digits) : f.nothing);
   return b.after ? html`${text(one("before"))} <span class="nowrap">→ ${text(one("after"))}</span>` : text(one("before"));
 }
 

@@ -30,11 +30,27 @@ function draw() {
       <p class="quiet" id="read">${doc.run?.active ? html`<span class="live" aria-hidden="true"></span> live, ` : nothing}read ${ago(doc.now, now)}</p>
     </header>
     ${ui.trouble ? html`<p class="trouble" role="alert">${ui.trouble}</p>` : nothing}
-    <div class="columns"><div class="wide">${runSections(shown, ui)}</div>
-      <div class="narrow">${hostSection(shown)}${stepSection(shown)}${benchmarkSections(doc.run)}</div></div>
-    ${datasetSection(shown)}
-    ${runsSection(shown)}`, root);
-  drawCharts(doc);
+    ${doc.unread.length ? html`<div class="note" id="unread"><p>What tasks published is not all readable; the rest is shown:</p>
+      <ul>${doc.unread.map((line) => html`<li class="break">${line}</li>`)}</ul></div>` : nothing}
+    <div class="columns"><div class="wide">${part("run", () => runSections(shown, ui))}</div>
+      <div class="narrow">${part("hosts", () => hostSection(shown))}${part("steps", () => stepSection(shown))}${part("benchmarks", () => benchmarkSections(doc.run))}</div></div>
+    ${part("data sets", () => datasetSection(shown))}
+    ${part("runs", () => runsSection(shown))}`, root);
+  try {
+    drawCharts(doc);
+  } catch (error) {
+    console.error(error);
+  }
+}
+
+// one odd value costs its section alone
+function part(name, make) {
+  try {
+    return make();
+  } catch (error) {
+    console.error(error);
+    return html`<section><p class="trouble">The part "${name}" can't be shown: ${String(error)}</p></section>`;
+  }
 }
 
 // Nights of two DAGs have the same names.

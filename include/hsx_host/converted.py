@@ -104,7 +104,7 @@ def file_wrong(base: Path, line: Published, form: formats.Format, shape: formats
         size = path.stat().st_size
         if size != line.bytes:
             return f"has {size} bytes instead of {line.bytes}"
-        crcs, places = form.check(path, line.tokens, shape)
+        crcs, places = form.check(path, line.tokens, shape, line.ids_hash)
         if differing := sorted(name for name in places if crcs[name] != line.crc32.get(name)):
             return f"its header has other checksums than the manifest for {', '.join(differing)}" + _swapped(
                 {name: crcs[name] for name in differing}, line.crc32

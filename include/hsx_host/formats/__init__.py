@@ -80,10 +80,14 @@ class Format(Protocol):
             one that they have together stands at each of them.
         """
 
-    def check(self, path: Path, tokens: int, shape: Shape) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
+    def check(
+        self, path: Path, tokens: int, shape: Shape, ids_hash: str = ""
+    ) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
         """The crc32 that the file's header holds, and (offset, bytes), by data record.
 
-        Reads the header only. ValueError, saying why, where the file is not a sample of ``tokens`` tokens.
+        Reads all but the data, and compares it with what the format writes: ValueError, saying why, where the file is
+        not a sample of ``tokens`` tokens. ``ids_hash``: the identity that a file that names its sample must have; ""
+        takes any.
         """
 
     def planes(self, path: Path, tokens: int, shape: Shape) -> list[Plane]:

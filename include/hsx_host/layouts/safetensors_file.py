@@ -66,8 +66,13 @@ class SafetensorsFile:
             os.close(fd)
         return done
 
-    def check(self, path: Path, tokens: int, shape: Shape) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
-        """Checksums and places in the file's header; ValueError where it is no sample of ``tokens`` tokens."""
+    def check(
+        self, path: Path, tokens: int, shape: Shape, ids_hash: str = ""
+    ) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
+        """Checksums and places in the file's header; ValueError where it is no sample of ``tokens`` tokens.
+
+        The header is compared byte by byte: another dtype or shape of as many bytes would load as well.
+        """
         found, places, _ = _read_header(path)
         fields = self._fields(tokens, shape)
         for field in fields:
@@ -78,6 +83,10 @@ class SafetensorsFile:
         size, end = path.stat().st_size, max(offset + length for offset, length in places.values())
         if size != end:
             raise ValueError(f"the file has {size} bytes, its header says {end}")
+        wanted = _header(fields, found)
+        with path.open("rb") as file:
+            if file.read(len(wanted)) != wanted:
+                raise ValueError("its header (dtypes, shapes, places) is not what this format writes")
         return {f.record: found.get(f.record, 0) for f in fields}, {f.record: places[f.record] for f in fields}
 
     def planes(self, path: Path, tokens: int, shape: Shape) -> list[Plane]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -64,19 +65,38 @@ class TorchFile:
             os.close(fd)
         return done
 
-    def check(self, path: Path, tokens: int, shape: Shape) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
-        """Checksums and places in the file's own directory; ValueError where it is no sample of ``tokens`` tokens."""
-        found, keys = records(path), self._keys(shape)
-        for record, field in ((f.record, f) for f in self._fields(tokens, shape)):
-            there = found.get(keys[record][0])
+    def check(
+        self, path: Path, tokens: int, shape: Shape, ids_hash: str = ""
+    ) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
+        """Checksums and places in the file's own directory; ValueError where it is no sample of ``tokens`` tokens.
+
+        Every byte outside the tensors is a formula of the sample, so that all of them are compared: a pickle that names
+        the layers in another order reads like a right one. ``ids_hash``: the sample's identity, "" takes any.
+        """
+        skeleton, fields = self._skeleton(tokens, shape, ids_hash or "0" * 32), self._fields(tokens, shape)
+        with path.open("rb") as f:
+            if not ids_hash and (at := skeleton.place_of("0" * 32)):
+                known = os.pread(f.fileno(), 32, at)
+                if not re.fullmatch(rb"[0-9a-f]{32}", known):
+                    raise ValueError("its identity is not 32 hex digits")
+                skeleton = self._skeleton(tokens, shape, known.decode())
+            crcs = skeleton.crcs(f.fileno())
+        if crcs is None:
+            raise ValueError(self._why(path, fields))
+        places = [(offset, field.bytes) for field, offset in zip(fields, skeleton.offsets, strict=True)]
+        names = [field.record for field in fields]
+        return dict(zip(names, crcs, strict=True)), dict(zip(names, places, strict=True))
+
+    def _why(self, path: Path, fields: list[Field]) -> str:
+        """In what a file is not what it should be, as far as its own directory tells."""
+        found = records(path)
+        for i, field in enumerate(fields):
+            there = found.get(f"data/{i}")
             if there is None:
-                raise ValueError(f"{record} is missing")
+                return f"{field.record} is missing"
             if there.bytes != field.bytes:
-                raise ValueError(f"{record} has {there.bytes} bytes instead of {field.bytes}")
-        return (
-            {record: found[key].crc32 for record, (key, _) in keys.items()},
-            {record: (found[key].offset, found[key].bytes) for record, (key, _) in keys.items()},
-        )
+                return f"{field.record} has {there.bytes} bytes instead of {field.bytes}"
+        return "what stands around the tensors (headers, pickle, directory) is not what this format writes"
 
     def planes(self, path: Path, tokens: int, shape: Shape) -> list[Plane]:
         """Where the rows of each plane lie in a whole file; ValueError as ``check``."""
@@ -113,10 +133,6 @@ class TorchFile:
             elif isinstance(value, list):
                 out += value
         return out
-
-    def _keys(self, shape: Shape) -> dict[str, tuple[str, Field]]:
-        """The zip record of each tensor."""
-        return {f.record: (f"data/{i}", f) for i, f in enumerate(self._fields(1, shape))}
 
     def _skeleton(self, tokens: int, shape: Shape, known: str) -> Skeleton:
         def one(value: Field) -> Tensor:

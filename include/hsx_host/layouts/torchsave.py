@@ -85,6 +85,30 @@ class Skeleton:
         finally:
             os.close(fd)
 
+    def place_of(self, text: str) -> int:
+        """Where a text stands in the file outside the tensors; 0 where it does not."""
+        wanted = text.encode()
+        return next((at + data.index(wanted) for at, data in self.parts if wanted in data), 0)
+
+    def crcs(self, fd: int) -> list[int] | None:
+        """The tensors' checksums as an open file has them; None where a byte outside the tensors is another one, or the
+        two places of a checksum differ."""
+        if os.fstat(fd).st_size != self.size:
+            return None
+        found: list[list[int]] = [[] for _ in self.crc_at]
+        open_places = sorted((at, i) for i, places in enumerate(self.crc_at) for at in places)
+        for offset, data in self.parts:
+            there = bytearray(os.pread(fd, len(data), offset))
+            if len(there) != len(data):
+                return None
+            for at, i in open_places:
+                if offset <= at < offset + len(data):
+                    found[i].append(struct.unpack_from("<I", there, at - offset)[0])
+                    there[at - offset : at - offset + 4] = bytes(4)
+            if there != data:
+                return None
+        return [one for one, _ in found] if all(one == other for one, other in found) else None
+
 
 Value = Tensor | Sequence[Tensor] | str | bool
 

@@ -41,5 +41,5 @@ def records(path: Path) -> dict[str, Record]:
                 start = info.header_offset + _LOCAL_BYTES + names
                 found[name] = Record(start, info.file_size, info.CRC)
             return found
-    except (zipfile.BadZipFile, struct.error, OSError) as e:
+    except (zipfile.BadZipFile, NotImplementedError, OverflowError, struct.error, OSError) as e:
         raise ValueError(f"not a whole torch.save file: {e}") from None

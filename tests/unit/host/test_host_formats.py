@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from hsx_host import converted, fill, formats
+from hsx_host.checksum import crc32
+from hsx_host.dataset import identity
 from hsx_host.errors import BadInput
 from hsx_host.formats import Shape, specforge
 from hsx_host.formats import speculators_v1 as v1
@@ -137,9 +139,68 @@ def test_checksums_are_of_what_was_captured_not_of_what_the_file_holds(tmp_path:
                 f.seek(-1, 1)
                 f.write(bytes([byte ^ 16]))
         known = form.complete(path, laid, crcs, h.SHAPE)
-        line = Published(0, tokens, path.name, laid.bytes, "0" * 32, known, 1, "hsx-1", 1.0)
+        line = Published(0, tokens, path.name, laid.bytes, identity(ids, mask).hex(), known, 1, "hsx-1", 1.0)
         why = converted.file_wrong(tmp_path, line, form, h.SHAPE, True)
         assert ("does not match its checksum" in why) == (spoiled is not None), (spoiled, why)
+
+
+@pytest.mark.parametrize("name", formats.names())
+def test_every_flipped_bit_is_found_and_none_stops_verify(tmp_path: Path, name: str) -> None:
+    """Around the tensors without reading them: a pickle or header that means other layers, shapes or dtypes."""
+    form, small = formats.get(name), Shape(h.PLANES, 8, "bfloat16")
+    ids, mask = np.arange(5, dtype=np.int32) + 3, np.array([0, 0, 1, 1, 1], np.uint8)
+    path = tmp_path / "x"
+    laid = form.lay_out(path, ids, mask, small)
+    planes = {plane: crc32(bytes(crc_bytes(name, plane))) for plane in h.PLANES}
+    known = form.complete(path, laid, laid.crcs | planes, small)
+    line = Published(0, 5, "x", laid.bytes, identity(ids, mask).hex(), known, 1, "hsx-1", 1.0)
+    assert converted.file_wrong(tmp_path, line, form, small, True) == ""
+    good = path.read_bytes()
+    data = {at for offset, size in form.check(path, 5, small)[1].values() for at in range(offset, offset + size)}
+    for at in range(len(good)):
+        path.write_bytes(good[:at] + bytes([good[at] ^ 1 << at % 8]) + good[at + 1 :])
+        assert converted.file_wrong(tmp_path, line, form, small, at in data), (at, good[max(0, at - 9) : at + 9])
+
+
+def crc_bytes(name: str, plane: str) -> int:
+    """How many bytes the record of a plane has in a sample of 5 tokens and hidden size 8; they are all zero."""
+    beside = {"speculators": 4, "speculators_v1": 1}.get(name, 1 if plane == "final" else 3)
+    return 5 * 8 * 2 * beside
+
+
+def test_storages_in_another_order_are_found(tmp_path: Path) -> None:
+    """torch.load would give layer 1 as layer 6."""
+    path = tmp_path / "x.pt"
+    h.sample_file(path, [1] * 9, [1] * 9, h.states(9))
+    data = bytearray(path.read_bytes())
+    places = [data.index(b"X\1\0\0\0" + key + b"X\3\0\0\0cpu") + 5 for key in (b"1", b"3")]
+    data[places[0]], data[places[1]] = data[places[1]], data[places[0]]
+    path.write_bytes(data)
+    assert len(torch.load(path, weights_only=True)["hidden_states"]) == 4
+    with pytest.raises(ValueError, match="pickle"):
+        v1.check(path, 9, h.SHAPE)
+
+
+@pytest.mark.parametrize(("is_", "becomes"), [(b'"BF16"', b'"F16" '), (b"[9,4,64]", b"[4,9,64]")])
+def test_a_safetensors_header_that_means_another_tensor_is_found(tmp_path: Path, is_: bytes, becomes: bytes) -> None:
+    form = formats.get("speculators")
+    path = tmp_path / "x.safetensors"
+    h.sample_file(path, [1] * 9, [1] * 9, h.states(9), form)
+    data = path.read_bytes()
+    assert is_ in data
+    path.write_bytes(data.replace(is_, becomes, 1))
+    with pytest.raises(ValueError, match="header"):
+        form.check(path, 9, h.SHAPE)
+
+
+def test_another_samples_file_is_found_by_its_identity(tmp_path: Path) -> None:
+    """ModelOpt's files name their sample."""
+    form, path = formats.get("modelopt"), tmp_path / "x.pt"
+    h.sample_file(path, [1] * 9, [1] * 9, h.states(9), form)
+    known = identity(np.ones(9, np.int32), np.ones(9, np.uint8)).hex()
+    assert form.check(path, 9, h.SHAPE) == form.check(path, 9, h.SHAPE, known)
+    with pytest.raises(ValueError, match="pickle"):
+        form.check(path, 9, h.SHAPE, "0" * 32)
 
 
 def test_laid_out_file_is_sparse(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def read(path: str) -> dict[str, str]:
             "chmod 600, owned by this login",
         )
     found: dict[str, str] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         line = line.strip().removeprefix("export ").strip()
         if not line or line.startswith("#"):
             continue

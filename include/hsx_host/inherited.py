@@ -2,6 +2,7 @@
 
 The exact command line, the inherited environment, the folder, umask, resource limits and CPU affinity: a login shell of
 hsx has others, and a production that comes back with 1024 open files instead of a million would not be as it was.
+Nice and user too: what can't be given back (a lower nice needs a right) is told.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _LIMITS = sorted(name for name in dir(resource) if name.startswith("RLIMIT_"))
 @dataclass(frozen=True)
 class LaunchBase:
     """``state/launch_base.json`` (mode 0600). The profile's own variables are not in ``env``, so that one taken out of
-    the profile is gone at the next launch. ``limits``: soft and hard by name, -1 for none."""
+    the profile is gone at the next launch. ``limits``: soft and hard by name, -1 for none. ``nice``, ``uid`` and
+    ``gid`` are None where they were not looked at."""
 
     cwd: str
     env: dict[str, str]
@@ -43,6 +45,9 @@ class LaunchBase:
     umask: int = 0o022
     limits: dict[str, list[int]] = field(default_factory=dict)
     affinity: list[int] = field(default_factory=list)
+    nice: int | None = None
+    uid: int | None = None
+    gid: int | None = None
 
 
 def remember(spec: RunSpec, proc: ProcId) -> None:
@@ -57,6 +62,9 @@ def remember(spec: RunSpec, proc: ProcId) -> None:
         umask=_umask(proc.pid),
         limits=_limits(there),
         affinity=sorted(there.cpu_affinity() or []),
+        nice=there.nice(),
+        uid=there.uids().effective,
+        gid=there.gids().effective,
     )
     _keep(spec, base)
 
@@ -122,6 +130,15 @@ def differences(spec: RunSpec, proc: ProcId, members: list[ProcId]) -> list[str]
         for name, limit in sorted(kept.limits.items())
         if now.get(name) != limit
     ]
+    if kept.affinity and (cpus := sorted(there.cpu_affinity() or [])) != kept.affinity:
+        wrong.append(f"it runs on the CPUs {cpus}, not {kept.affinity}")
+    for what, have_id, kept_id in (
+        ("nice", there.nice(), kept.nice),
+        ("user id", there.uids().effective, kept.uid),
+        ("group id", there.gids().effective, kept.gid),
+    ):
+        if kept_id is not None and have_id != kept_id:
+            wrong.append(f"its {what} is {have_id}, not {kept_id}")
     plugin = str(state.home(spec) / "plugin")
     for member in members:
         with contextlib.suppress(OSError):
@@ -141,6 +158,7 @@ def gate_argument(kept: LaunchBase, argv: list[str], env: dict[str, str]) -> str
             "umask": kept.umask,
             "limits": {str(getattr(resource, n)): v for n, v in kept.limits.items() if n in _LIMITS},
             "affinity": kept.affinity,
+            "nice": kept.nice,
             "locale": "LC_CTYPE" in env,
         }
     )

@@ -51,6 +51,8 @@ for name, (soft, hard) in how["limits"].items():
     take(f"limit {name}", resource.setrlimit, int(name), (soft, hard))
 if how["affinity"]:
     take("the CPU affinity", os.sched_setaffinity, 0, how["affinity"])
+if how["nice"] not in (None, os.getpriority(os.PRIO_PROCESS, 0)):
+    take(f"nice {how['nice']}", os.setpriority, os.PRIO_PROCESS, 0, how["nice"])
 os.execv(how["path"], how["argv"])
 """
 _LOOK_EVERY_S = 5.0

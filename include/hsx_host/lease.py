@@ -10,21 +10,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hsx_host import procid, state
 from hsx_host.contract import Lease, RunSpec
 from hsx_host.errors import HsxError, Refused, TryAgain
 
+_KEEP_HELD_OFF = 100  # runs; an older one is long over
+
 
 @dataclass(frozen=True)
 class Hold:
-    """``state/hold.json``: a person took the host back at ``since``; ``run_id`` (or ``everybody``) may not have it."""
+    """``state/hold.json``: a person took the host back at ``since``, last from ``run_id``: it may not have it, nor may
+    the runs of ``earlier``, from which it was taken before; with ``everybody``, no run may."""
 
     run_id: str
     since: float
     everybody: bool
+    earlier: list[str] = field(default_factory=list)
 
 
 def read(spec: RunSpec) -> Lease | None:
@@ -124,9 +128,12 @@ def settle(spec: RunSpec) -> None:
 
 
 def hold(spec: RunSpec, run_id: str, *, everybody: bool) -> None:
-    """From now on ``run_id`` (or everybody) is refused the lease, until ``lift``."""
+    """From now on ``run_id`` (or everybody) is refused the lease, until ``lift``. What was held off before still is."""
     with _locked(spec):
-        state.write_document(_hold_path(spec), Hold(run_id, time.time(), everybody))
+        old = read_hold(spec)
+        earlier = [] if old is None else [r for r in (*old.earlier, old.run_id) if r != run_id][-_KEEP_HELD_OFF:]
+        everybody = everybody or (old is not None and old.everybody)
+        state.write_document(_hold_path(spec), Hold(run_id, time.time(), everybody, earlier))
         state.journal(spec, "host taken back by hand", holder=run_id, everybody=everybody)
 
 
@@ -176,8 +183,8 @@ def _extended(spec: RunSpec, lease: Lease) -> Lease:
 
 def _check_hold(spec: RunSpec) -> None:
     held = read_hold(spec)
-    if held is not None and (held.everybody or held.run_id == spec.run_id):
-        who = "every run" if held.everybody else f"run {held.run_id}"
+    if held is not None and (held.everybody or spec.run_id in (held.run_id, *held.earlier)):
+        who = "every run" if held.everybody else f"run {spec.run_id}"
         raise Refused(
             f"the host was taken back by hand at {state.utc(held.since)}: {who} is refused",
             field="lease",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hsx_host import openfiles, state
 from hsx_host.contract import OldState, RunSpec
+from hsx_host.progress import log
 
 # Files that make a folder a set of hidden states: speculators v1 and hs-safetensors, SpecForge, and single samples.
 _FILES = ("data_*.pt", "hs_*.safetensors", "data_*.ckpt", "sample_*.pt", "sample_*.safetensors")
@@ -20,6 +21,7 @@ _FOLDERS = ("rows_*-*", "hidden_states")
 _DATASET = ("shards", "v1", "speculators", "specforge", "modelopt")
 _DEPTH = 3
 DOOMED = ".hsx-deleting-"
+_UNREADABLE = "it can't be read"
 
 
 def find(spec: RunSpec, current: str) -> list[OldState]:
@@ -31,8 +33,11 @@ def find(spec: RunSpec, current: str) -> list[OldState]:
     for root in dict.fromkeys(os.path.realpath(r) for r in spec.host.old_state_roots):
         if os.path.isdir(root):
             for entry in sorted(os.scandir(root), key=lambda e: e.name):
-                if not isinstance(seen := look(spec, current, entry.path), str):
+                seen = look(spec, current, entry.path)
+                if not isinstance(seen, str):
                     found.append(seen)
+                elif seen.startswith(_UNREADABLE):
+                    log(f"not listed: {entry.path}: {seen}")
     return found
 
 
@@ -41,9 +46,17 @@ def look(spec: RunSpec, current: str, place: str) -> OldState | str:
 
     Never the current data set, what contains it, the output root or hsx's home; nor a data set of hsx where it was
     made: in the output root, or where a run of this host has planned it. Symbolic links are not followed, and a folder
-    with something mounted in it is nobody's to delete.
+    with something mounted in it is nobody's to delete; nor is one that this login can't read, in whole.
     """
-    path = Path(place)
+    try:
+        return _look(spec, current, Path(place))
+    except FileNotFoundError:
+        return "it is gone"
+    except OSError as e:
+        return f"{_UNREADABLE}: {e.strerror} ({e.filename})"
+
+
+def _look(spec: RunSpec, current: str, path: Path) -> OldState | str:
     roots = {os.path.realpath(r) for r in spec.host.old_state_roots}
     if os.path.realpath(path.parent) not in roots or path.name in ("", ".", ".."):
         return "it is not directly below a configured root (any more)"
@@ -79,18 +92,31 @@ def measure(folder: Path) -> OldState:
     """Size on disk (allocated blocks, each file once), number of files, the newest change, and when a file was read
     last, as far as the file system notes that."""
     top = os.lstat(folder)
-    bytes_, files, newest, read, seen = 0, 0, top.st_mtime, 0.0, set()
-    for where, folders, names in os.walk(folder):
+    bytes_, files, newest, read, seen = 0, 0, top.st_mtime, 0.0, set()  # a new name of the set is no change
+    for where, folders, names in os.walk(folder, onerror=_unless_gone):
         for name in [*folders, *names]:
-            info = os.lstat(os.path.join(where, name))
+            try:
+                info = os.lstat(os.path.join(where, name))
+            except FileNotFoundError:  # it goes while the set is looked at
+                continue
             read = read if stat.S_ISDIR(info.st_mode) else max(read, info.st_atime)
-            newest = max(newest, info.st_mtime)
+            newest = max(newest, _changed(info))
             if (info.st_dev, info.st_ino) in seen:
                 continue
             seen.add((info.st_dev, info.st_ino))
             bytes_ += info.st_blocks * 512
         files += len(names)
     return OldState(str(folder), bytes_ + top.st_blocks * 512, files, top.st_dev, top.st_ino, newest, read)
+
+
+def _changed(info: os.stat_result) -> float:
+    """When an entry was changed last. A copy may set its contents' time back (rsync -t), never its inode's."""
+    return max(info.st_mtime, info.st_ctime)
+
+
+def _unless_gone(e: OSError) -> None:
+    if not isinstance(e, FileNotFoundError):
+        raise e
 
 
 def list_hash(states: list[OldState]) -> str:

@@ -24,6 +24,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(spec: RunSpec, args: Namespace) -> RestoreReport:
+    restore.set_broken_aside(spec, leave=["hold.json"])  # that one keeps nobody from anything but borrowing
     held = lease.read(spec)
     if held is None and serve.mode_now(spec) != "extraction":
         return restore.report("nothing", "nobody has borrowed the host", serve.recorded_facts(spec))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import signal
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Collection
 from typing import Any
 
 from hsx_host import adopt, borrow, guards, inherited, jobs, launch, lease, leftovers, patch, procid, serve, state
@@ -59,7 +60,8 @@ def run(spec: RunSpec, args: Namespace) -> RestoreReport:
 
 def by_hand(spec: RunSpec, *, everybody: bool) -> RestoreReport:
     """Production back from any state. Documents of hsx that can't be read are set aside, never trusted."""
-    _set_broken_aside(spec)
+    if "hold.json" in set_broken_aside(spec):
+        everybody = True  # whom it held off is not known any more
     held = lease.read(spec)
     try:
         lease.hold(spec, held.run_id if held else spec.run_id, everybody=everybody)
@@ -79,15 +81,28 @@ def by_hand(spec: RunSpec, *, everybody: bool) -> RestoreReport:
     return proved(spec, facts)
 
 
-def _set_broken_aside(spec: RunSpec) -> None:
+def set_broken_aside(spec: RunSpec, *, leave: Collection[str] = ()) -> list[str]:
+    """Put documents of hsx that can't be read out of the way; the names of those that were.
+
+    :param leave: names of documents that stay as they are.
+    """
+    aside = []
     for name, cls in _DOCUMENTS.items():
+        if name in leave:
+            continue
         path = state.folder(spec, "state") / name
         try:
             state.read_document(cls, path)
         except HsxError as e:
             log(f"set aside: {e}")
-            state.set_aside(path)
+            try:
+                state.set_aside(path)
+            except OSError as why:  # a read-only disk
+                log(f"{name} can't be set aside: {why.strerror}")
+                continue
+            aside.append(name)
             state.journal(spec, "broken document set aside", file=name, why=str(e)[:300])
+    return aside
 
 
 def proved(spec: RunSpec, facts: ServerFacts) -> RestoreReport:

@@ -188,11 +188,13 @@ def shown(args: Sequence[str]) -> list[str]:
 def without_secrets(text: str, settings: ServerSettings, variables: Mapping[str, str]) -> str:
     """A server's own words with its secrets left out: SGLang tells all of its arguments at its start.
 
-    :param variables: the profile's and those of its env_file; their names say which are secrets.
+    :param variables: the profile's and those of its env_file. Names say which of the profile's own values are secrets;
+        of the file, which is there for secrets, all are.
     """
-    given = {name: value for name, values in flags(settings.args).items() for value in values}
-    told = {v for name, v in (*given.items(), *variables.items()) if _SECRET.search(name) and len(v) >= _SHORTEST}
-    for value in sorted(told, key=len, reverse=True):
+    given = [(name, value) for name, values in flags(settings.args).items() for value in values]
+    told = {v for name, v in (*given, *settings.env.items()) if _SECRET.search(name)}
+    told |= {v for name, v in variables.items() if settings.env.get(name) != v}
+    for value in sorted((v for v in told if len(v) >= _SHORTEST), key=len, reverse=True):
         text = text.replace(value, "***")
     return text
 

@@ -175,12 +175,15 @@ def journal(spec: RunSpec, event: str, **facts: object) -> None:
     line = {"time": round(time.time(), 3), "run_id": spec.run_id, "pid": os.getpid(), "event": event, **facts}
     path = folder(spec, "state") / "journal.jsonl"
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     except OSError as e:
         log(f"not in the journal ({e.strerror}): {json.dumps(line, default=str)}")
         return
     try:
-        os.write(fd, (json.dumps(line, default=str) + "\n").encode())  # one write: lines of two writers don't mix
+        size = os.fstat(fd).st_size
+        cut = b"\n" if size and os.pread(fd, 1, size - 1) != b"\n" else b""  # a line that a power cut left half
+        # one write: lines of two writers don't mix
+        os.write(fd, cut + (json.dumps(line, default=str) + "\n").encode())
     except OSError as e:
         log(f"not in the journal ({e.strerror}): {json.dumps(line, default=str)}")
     finally:
@@ -188,13 +191,17 @@ def journal(spec: RunSpec, event: str, **facts: object) -> None:
 
 
 def journal_tail(spec: RunSpec, lines: int) -> list[str]:
-    """The last lines of the journal, oldest first."""
+    """The last lines of the journal, whole, oldest first."""
     path = home(spec) / "state" / "journal.jsonl"
     try:
         with path.open("rb") as f:
-            f.seek(0, os.SEEK_END)
-            f.seek(max(0, f.tell() - 400 * lines))
-            return f.read().decode(errors="replace").splitlines()[-lines:]
+            size, back = f.seek(0, os.SEEK_END), 400 * max(lines, 1)
+            while True:
+                f.seek(max(0, size - back))
+                found = f.read().split(b"\n")
+                if back >= size or len(found) > lines + 1:  # the first one may be half
+                    return [text.decode(errors="replace") for text in found if text][-lines:] if lines > 0 else []
+                back *= 4
     except FileNotFoundError:
         return []
 

@@ -55,6 +55,9 @@ def run(spec: RunSpec, args: Namespace) -> StatusResult:
         problem = health.problem(settings)
         ways += [f"the server does not serve: {problem}"] if problem else []
     ways += _of_the_lease(spec, held, watching)
+    if (taken := _read(lambda: lease.read_hold(spec), ways)) is not None:
+        who = "every run" if taken.everybody else " and ".join(f"run {run}" for run in (*taken.earlier, taken.run_id))
+        ways.append(f"taken back by hand at {state.utc(taken.since)}: {who} is refused until restore --lift")
     if server is not None and server.phase != "stopped" and not alive:
         ways.append(f"the {server.mode} server on record (pid {server.pid}) is gone: {server.log or 'it has no log'}")
     if not args.renew:  # a sensor's poll is frequent, and asks for one thing
@@ -116,10 +119,6 @@ def _of_the_lease(spec: RunSpec, held: Lease | None, watching: list[ProcId]) -> 
         ways.append("the lease has lapsed: its guard gives the host back")
     if held is not None and not watching:
         ways.append("no guard of the lease lives: recover starts them")
-    taken = lease.read_hold(spec)
-    if taken is not None:
-        who = "every run" if taken.everybody else f"run {taken.run_id}"
-        ways.append(f"taken back by hand at {state.utc(taken.since)}: {who} is refused until restore --lift")
     busy = state.transition_holder(spec)
     if busy is not None:
         ways.append(f"pid {busy[0].pid} is taking the host to {busy[1] or 'another state'}")

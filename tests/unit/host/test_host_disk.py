@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from host_lifecycle import make_spec
@@ -256,6 +259,56 @@ def test_a_live_data_set_of_another_run_is_never_listed(spec: c.RunSpec, tmp_pat
     assert oldstates.look(spec, "", str(live)) == "it is a live data set of hsx"
     live.rename(root / "moved")
     assert [s.path for s in oldstates.find(spec, "")] == [str(root / "moved")]
+
+
+@pytest.mark.parametrize("private", ["x", "set/hidden_states", "set"])
+def test_what_the_login_may_not_read_is_left_out_and_named(
+    spec: c.RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], private: str
+) -> None:
+    old_set(tmp_path / "old", "a")
+    (tmp_path / "old" / private).mkdir(parents=True)
+    if private.startswith("set"):
+        (tmp_path / "old" / "set" / "data_0.pt").write_bytes(b"x")
+    of_others = str(tmp_path / "old" / private)
+
+    def scandir(path: str, real: Callable[[Any], Any] = os.scandir) -> Any:  # root may read all
+        if str(path) == of_others:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert [Path(s.path).name for s in oldstates.find(spec, "")] == ["a"]
+    assert f"can't be read: Permission denied ({of_others})" in capfd.readouterr().err
+
+
+def test_a_file_that_goes_while_the_set_is_listed(
+    spec: c.RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = old_set(tmp_path / "old", "a")
+    (a / "data_1.pt").write_bytes(b"")
+
+    def lstat(path: str, real: Callable[[Any], os.stat_result] = os.lstat) -> os.stat_result:
+        if str(path).endswith("data_1.pt"):
+            Path(path).unlink(missing_ok=True)
+        return real(path)
+
+    monkeypatch.setattr(os, "lstat", lstat)
+    assert [s.path for s in oldstates.find(spec, "")] == [str(a)]
+
+
+def test_a_copy_that_kept_its_times_is_a_change(spec: c.RunSpec, tmp_path: Path) -> None:
+    a = old_set(tmp_path / "old", "a")
+    plan(spec, HUGE)
+    approved = oldstates.list_hash(listed(spec).old_states)
+    file = a / "data_0.pt"
+    was, folder = file.stat(), a.stat()
+    copy = tmp_path / "copy"
+    copy.write_bytes(b"y" * 5000)
+    os.utime(copy, ns=(was.st_atime_ns, was.st_mtime_ns))
+    copy.replace(file)
+    os.utime(a, ns=(folder.st_atime_ns, folder.st_mtime_ns))
+    assert "newest was" in run_cleanup(spec, approved).refused[str(a)]
+    assert file.read_bytes() == b"y" * 5000
 
 
 NAMES = ["a", "in here", "set-größe", "数据", "back\\slash", "tab\tline\nreturn\r", "\x85 \u2028", "bytes \udcff\udc80"]

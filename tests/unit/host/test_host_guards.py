@@ -24,7 +24,7 @@ from host_lifecycle import (
     write_spec,
 )
 
-from hsx_host import borrow, guard, guards, launch, lease, procid, serve, state
+from hsx_host import borrow, guard, guards, launch, lease, procid, restore, serve, state
 from hsx_host import contract as c
 from hsx_host import status as status_verb
 from hsx_host.__main__ import main
@@ -305,6 +305,54 @@ def test_by_hand_holds_off_every_run(spec: c.RunSpec, tmp_path: Path) -> None:
     with pytest.raises(Refused, match="every run is refused"):
         borrow.acquire(replace(spec, run_id="run-9"), by_step=False)
     assert "--now only" in verb("restore", "--hold", "--spec", path, check=2)["message"]
+
+
+def test_taking_the_host_back_again_holds_off_what_was_held_off(spec: c.RunSpec) -> None:
+    def refused(run_id: str) -> bool:
+        try:
+            lease.acquire(replace(spec, run_id=run_id))
+        except Refused:
+            return True
+        lease.release(replace(spec, run_id=run_id))
+        return False
+
+    for run_id in ("run-1", "run-2", "run-1", "run-3"):
+        lease.hold(spec, run_id, everybody=False)
+    assert [refused(f"run-{i}") for i in (1, 2, 3, 4)] == [True, True, True, False]
+    lease.hold(spec, "run-5", everybody=True)
+    lease.hold(spec, "run-6", everybody=False)
+    assert refused("run-9")
+    lease.lift(spec)
+    assert not any(refused(f"run-{i}") for i in range(1, 10))
+
+
+def test_a_hold_of_an_older_version_is_read(spec: c.RunSpec) -> None:
+    lease.hold(spec, "run-1", everybody=False)
+    file = state.home(spec) / "state" / "hold.json"
+    body = json.loads(file.read_text())
+    del body["earlier"]
+    file.write_text(json.dumps(body))
+    with pytest.raises(Refused, match="run run-1 is refused"):
+        lease.acquire(spec)
+
+
+@pytest.mark.parametrize("name", sorted(restore._DOCUMENTS))
+def test_a_broken_document_stops_neither_status_nor_recover(borrowed: c.RunSpec, tmp_path: Path, name: str) -> None:
+    path = write_spec(borrowed, tmp_path)
+    kill(*two_guards(borrowed))
+    lease.expire(borrowed)
+    file = state.home(borrowed) / "state" / name
+    file.write_text("")
+    told = " / ".join(verb("status", "--spec", path)["in_the_way"])
+    assert name in ("borrowers.json", "launch_base.json") or name in told
+    verb("recover", "--spec", path)
+    wait_for(lambda: is_given_back(borrowed))
+    if name != "hold.json":
+        assert list(file.parent.glob(f"{name}.broken-*"))
+    if name == "hold.json":  # whom it held off is not known: everybody, until a person has looked
+        assert "hold.json" in " / ".join(verb("status", "--spec", path)["in_the_way"])
+        verb("restore", "--now", "--spec", path)
+        assert "every run is refused" in " / ".join(verb("status", "--spec", path)["in_the_way"])
 
 
 def test_by_hand_in_the_middle_of_a_start(spec: c.RunSpec, tmp_path: Path) -> None:

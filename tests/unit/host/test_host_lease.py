@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import subprocess
 import sys
 from argparse import Namespace
@@ -13,7 +14,7 @@ import pytest
 from host_lifecycle import events, living_guards, verb, wait_for, write_spec
 
 from hsx_host import contract as c
-from hsx_host import guard, lease, procid, release, serve
+from hsx_host import guard, lease, procid, release, serve, state
 from hsx_host.errors import Refused, TryAgain
 
 
@@ -106,3 +107,18 @@ def test_a_lease_is_not_released_while_production_is_stopped(spec: c.RunSpec) ->
         release.run(spec, Namespace(abandon=False))
     assert release.run(spec, Namespace(abandon=True)).run_id == "run-1"
     assert lease.read(spec) is None
+
+
+@pytest.mark.parametrize("long", [1, 500, 5000, 100_000])
+def test_the_tail_of_the_journal_is_whole_lines(spec: c.RunSpec, long: int) -> None:
+    for event in ("one", "two", "three"):
+        state.journal(spec, event, command=["x" * long])
+    file = state.home(spec) / "state" / "journal.jsonl"
+    with file.open("ab") as f:
+        f.write(b'{"time": 1, "run_id": "x", "pid"')  # a power cut
+    state.journal(spec, "four")
+    told = state.journal_tail(spec, 4)
+    assert [json.loads(line)["event"] for line in told if line.endswith("}")] == ["two", "three", "four"]
+    for lines in range(1, 8):
+        assert state.journal_tail(spec, lines) == file.read_text().splitlines()[-lines:]
+    assert state.journal_tail(spec, 0) == []

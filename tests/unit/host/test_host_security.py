@@ -95,6 +95,23 @@ def test_a_server_that_tells_its_secrets_and_dies(spec: c.RunSpec, tmp_path: Pat
         assert secret not in said.stdout + said.stderr + journal
 
 
+def test_every_value_of_the_env_file_is_a_secret(spec: c.RunSpec) -> None:
+    """Whatever its name; of the profile's own values, those whose names say so."""
+    file = Path(spec.production.env_file)
+    file.write_text("PGPASS=zz-pg\nLICENSE_KEY=zz-license\nNCCL_PROTO=zz-other\nSHORT=1\n")
+    settings = replace(spec.production, env={"NCCL_PROTO": "LL-of-the-profile", "DB_PASSWORD": "zz-db"})
+    text = "zz-pg zz-license zz-other zz-db 1 LL-of-the-profile"
+    told = servers.without_secrets(text, settings, envfile.variables(settings))
+    assert told == "*** *** *** *** 1 LL-of-the-profile"
+
+
+def test_a_line_of_an_env_file_ends_at_its_newline_only(spec: c.RunSpec) -> None:
+    file = Path(spec.production.env_file)
+    odd = {f"V{i}": f"a{sep}B{i}=c" for i, sep in enumerate("\x0b\x0c\x1c\x1e\x85\u2028\u2029")}
+    file.write_text("\n".join(f"{k}={v}" for k, v in odd.items()) + "\n", encoding="utf-8")
+    assert envfile.read(str(file)) == odd
+
+
 def test_a_refusal_tells_no_key(spec: c.RunSpec) -> None:
     wrong = replace(spec.extraction, args=[*spec.extraction.args, "--pp-size", "2"])
     with pytest.raises(Refused) as said:

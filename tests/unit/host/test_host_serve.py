@@ -318,7 +318,7 @@ def test_production_comes_back_word_by_word(spec: c.RunSpec, by_hand: list[subpr
     spec = replace(spec, production=replace(spec.production, args=[*spec.production.args, "--tp-size=1"]))
     how = (
         "import os, resource, sys; os.umask(0o027); resource.setrlimit(resource.RLIMIT_NOFILE, (700, 900));"
-        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); os.execvp('python', sys.argv[1:])"
+        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); os.nice(3); os.execvp('python', sys.argv[1:])"
     )
     old = subprocess.Popen(
         [sys.executable, "-c", how, "python", "-m", "sglang.launch_server", *args],
@@ -333,7 +333,7 @@ def test_production_comes_back_word_by_word(spec: c.RunSpec, by_hand: list[subpr
         p = psutil.Process(pid)
         umask = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("Umask")]
         limit = p.rlimit(resource.RLIMIT_NOFILE)
-        return cmdline(pid), environ(pid), os.readlink(f"/proc/{pid}/cwd"), umask, limit, p.cpu_affinity()
+        return cmdline(pid), environ(pid), os.readlink(f"/proc/{pid}/cwd"), umask, limit, p.cpu_affinity(), p.nice()
 
     before = facts(old.pid)
     assert cmdline(old.pid)[0] == "python"
@@ -363,6 +363,33 @@ def test_what_is_not_as_it_was_is_told(spec: c.RunSpec, by_hand: list[subprocess
     text = "; ".join(inherited.differences(spec, procid.ProcId(up.pid, 0), []))
     assert "its environment differs in FROM_HAND" in text
     assert "its umask is 0022, not 0077" in text
+
+
+def test_cpus_nice_and_user_of_production_are_compared(spec: c.RunSpec, by_hand: list[subprocess.Popen[bytes]]) -> None:
+    """What nobody can give back (a user, a lower nice) is told as well; an older record says nothing."""
+    by_hand.append(start_by_hand(spec))
+    proc = procid.ProcId(serve.ensure(spec, "production").pid, 0)
+    file = Path(spec.host.home, "state", "launch_base.json")
+    kept = state.read_document(inherited.LaunchBase, file)
+    assert kept is not None
+    has = psutil.Process(proc.pid)
+    assert (kept.affinity, kept.nice) == (has.cpu_affinity(), has.nice())
+    assert (kept.uid, kept.gid) == (os.geteuid(), os.getegid())
+    for other, word in (
+        (replace(kept, affinity=[*kept.affinity, 4095]), "CPUs"),
+        (replace(kept, nice=has.nice() - 1), f"its nice is {has.nice()}, not {has.nice() - 1}"),
+        (replace(kept, uid=4711), f"its user id is {os.geteuid()}, not 4711"),
+        (replace(kept, gid=4711), f"its group id is {os.getegid()}, not 4711"),
+    ):
+        state.write_document(file, other)
+        told = inherited.differences(spec, proc, [])
+        assert len(told) == 1
+        assert word in told[0]
+    older = json.loads(file.read_text())
+    for name in ("nice", "uid", "gid"):
+        del older[name]
+    file.write_text(json.dumps(older))
+    assert inherited.differences(spec, proc, []) == []
 
 
 @pytest.fixture

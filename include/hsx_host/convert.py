@@ -180,7 +180,10 @@ def _norm_rule(source: Collection, form: formats.Format, approximate: bool) -> s
 def _settle(out: Path, here: ConvertedSet, source: Collection) -> dict[int, Published]:
     """The folder's meaning written, its lines so far; BadInput where it holds something else."""
     known = state.read_document(ConvertedSet, out / converted.MEANING)
-    if known is None and any(p.name not in converted.OWN_FILES for p in out.iterdir()):
+    theirs = (
+        p.name for p in out.iterdir() if p.name not in converted.OWN_FILES and not converted.is_unfinished(p.name)
+    )
+    if known is None and any(theirs):
         raise BadInput("the folder holds other files", field="--out", value=out, fix="give an empty or new folder")
     if known is not None and known != here:
         raise BadInput(
@@ -190,6 +193,7 @@ def _settle(out: Path, here: ConvertedSet, source: Collection) -> dict[int, Publ
             value=out,
             fix="give another folder, or remove this one",
         )
+    converted.sweep(out)
     norm = out / proof.NORM_FILE
     if not norm.exists():
         shutil.copyfile(source.norm_file, norm)

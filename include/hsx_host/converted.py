@@ -7,6 +7,7 @@ data set that it came from.
 from __future__ import annotations
 
 import fnmatch
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,13 +89,31 @@ def problems(folder: Path, *, deep: bool) -> Iterator[str]:
 
 
 def strays(folder: Path, form: formats.Format, kept: set[str]) -> Iterator[str]:
-    """Files below a format's folder that are no sample of the manifest and nothing that the format puts beside them."""
+    """Files below a format's folder that are no sample of the manifest and nothing that the format puts beside them.
+
+    What a killed step left unfinished is none: no reader takes it, and the next ``handoff`` or ``convert`` removes it.
+    """
     for path in sorted(folder.rglob("*")) if folder.is_dir() else []:
-        name = path.relative_to(folder).as_posix()
-        if path.is_dir() or name in kept or name in OWN_FILES:
+        inner = path.relative_to(folder)
+        name = inner.as_posix()
+        if path.is_dir() or name in kept or name in OWN_FILES or any(map(is_unfinished, inner.parts)):
             continue
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in form.SIDE):
             yield name
+
+
+def is_unfinished(name: str) -> bool:
+    """Whether a file or folder of this name is one that hsx makes and then renames."""
+    return name.startswith(".") and name.endswith(".tmp")
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a killed step left unfinished below a format's folder; the caller is the only one at work there."""
+    for path in list(folder.rglob(".*.tmp")):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def file_wrong(base: Path, line: Published, form: formats.Format, shape: formats.Shape, deep: bool) -> str:

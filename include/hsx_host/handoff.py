@@ -36,6 +36,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(spec: RunSpec, args: Namespace) -> HandoffResult:
     """The hand-off of all that is published; Refused where a shard of this run is not whole."""
     dataset, meaning = opened(spec)
+    with state.locked(dataset / "handoff.lock", wait_s=60, what="a hand-off of this data set"):
+        return _hand_off(spec, args, dataset, meaning)
+
+
+def _hand_off(spec: RunSpec, args: Namespace, dataset: Path, meaning: DatasetSemantics) -> HandoffResult:
     found = verify.census(spec, dataset, whole=True)
     report = verify.check(spec, dataset, meaning, deep=False, whole=True, found=found)
     if args.window_ended and report.missing and not report.failed:
@@ -56,6 +61,7 @@ def run(spec: RunSpec, args: Namespace) -> HandoffResult:
     lines = found.published
     form = formats.primary(meaning.formats)
     folder = dataset / form.FOLDER
+    converted.sweep(folder)
     form.side_files(folder, convert.rows(dataset, form, meaning.shape, lines.values()), asdict(meaning))
     folders = {form.NAME: str(folder)} | _derived(spec, dataset, lines)
     result = HandoffResult(

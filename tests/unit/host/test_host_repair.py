@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import torch
 from host_stand_in import StandIn
 from safetensors.torch import save_file
 
-from hsx_host import borrow, extract, fingerprint, handoff, plan, proof, verify
+from hsx_host import borrow, convert, extract, fingerprint, handoff, plan, proof, verify
 from hsx_host import contract as c
 from hsx_host.errors import HsxError, Refused
 from hsx_host.formats import speculators_v1 as v1
@@ -240,3 +241,70 @@ def test_shards_of_top_ups_are_far_away_and_cost_nothing(
     assert topped_up.exists()
     assert not stranger.exists()
     assert len(named) < 100
+
+
+class Killed(BaseException):
+    """What stands for kill -9: from then on nothing is cleaned up."""
+
+
+@contextmanager
+def killed(monkeypatch: pytest.MonkeyPatch, call: str, word: str) -> Iterator[None]:
+    """Die in the call (``os.replace``, ...) that has a path with ``word`` in it."""
+    where, name = {"replace": os, "rename": os, "rmtree": shutil, "link": os}[call], call
+    plain = getattr(where, name)
+    with monkeypatch.context() as patch:
+
+        def dying(*paths: object, **how: object) -> object:
+            if not any(word in str(path) for path in paths) or not Path(str(paths[0])).exists():
+                return plain(*paths, **how)
+            patch.setattr(os, "unlink", lambda *a, **k: None)
+            patch.setattr(shutil, "rmtree", lambda *a, **k: None)
+            raise Killed
+
+        patch.setattr(where, name, dying)
+        with pytest.raises(Killed):
+            yield
+
+
+KILLS = [
+    ("speculators_v1", "replace", "sample_lengths"), ("specforge", "replace", "data_config"),
+    ("speculators", "rmtree", ".arrow.cache.tmp"), ("speculators", "link", "hs_3"),
+    ("speculators", "rename", "hidden_states"), ("speculators", "replace", "data-"),
+    ("speculators", "replace", "state"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "call", "word"), KILLS)
+def test_a_handoff_that_was_killed_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, call: str, word: str
+) -> None:
+    spec = h.make_spec(tmp_path, h.write_lines(tmp_path / "d.jsonl", h.samples(6)), formats=[name], proof_samples=2)
+    plan.run(spec, Namespace(dry_run=False, failed=False))
+    dataset = h.publish(spec)
+    with killed(monkeypatch, call, word):
+        handoff.run(spec, Namespace(window_ended=False))
+    assert list(dataset.rglob(".*.tmp")), "the kill came too late to leave anything"
+    report = verify.run(spec, Namespace(deep=True, shard=None, window_ended=False))
+    assert report.ok, "what is unfinished is no sample"
+    result = handoff.run(spec, Namespace(window_ended=False))
+    assert result.samples == 6
+    assert not list(dataset.rglob(".*.tmp"))
+
+
+@pytest.mark.parametrize(("name", "call", "word"), [*KILLS, ("specforge", "replace", "hsx.json")])
+def test_a_conversion_that_was_killed_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, call: str, word: str
+) -> None:
+    data = h.write_lines(tmp_path / "d.jsonl", h.samples(6))
+    spec = h.make_spec(tmp_path, data, formats=["modelopt" if name == "specforge" else "speculators_v1", name])
+    if name == "speculators_v1":
+        spec = replace(spec, capture=replace(spec.capture, formats=["speculators", name]))
+    plan.run(spec, Namespace(dry_run=False, failed=False))
+    dataset = h.publish(spec)
+    wanted = Namespace(format="", out="", source="", shards="", limit=0, min_tokens=0, max_tokens=0, approximate=False)
+    with killed(monkeypatch, call, word):
+        convert.run(spec, wanted)
+    assert list(dataset.rglob(".*.tmp")), "the kill came too late to leave anything"
+    assert convert.run(spec, wanted).formats[0].samples == 6
+    assert len(handoff.run(spec, Namespace(window_ended=False)).formats) == 2
+    assert not list(dataset.rglob(".*.tmp"))

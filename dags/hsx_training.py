@@ -58,17 +58,18 @@ with DAG(
     render_template_as_native_obj=True,
 ) as dag:
     handoffs = ReadHandoffsOperator(task_id="handoffs")
+    # Words around the name: a data set or a profile called 2026 would be rendered as a number, which is no label.
     check = CheckHandoffOperator.partial(
         task_id="check_handoff",
-        map_index_template="{{ task.handoff['dataset_id'] or task.handoff['profile'] }}",
+        map_index_template="data set {{ task.handoff['dataset_id'] or task.handoff['profile'] }}",
         **CheckHandoffOperator.partial_defaults,
     ).expand(handoff=handoffs.output)
     train = TrainOperator.partial(
-        task_id="train", map_index_template="{{ task.run['dataset_id'] }}", **TrainOperator.partial_defaults
+        task_id="train", map_index_template="data set {{ task.run['dataset_id'] }}", **TrainOperator.partial_defaults
     ).expand(run=check.output)
     AcceptanceOperator.partial(
         task_id="acceptance",
-        map_index_template="{{ task.run['dataset_id'] }}",
+        map_index_template="data set {{ task.run['dataset_id'] }}",
         outlets=[DRAFTER],
         **AcceptanceOperator.partial_defaults,
     ).expand(run=train.output)

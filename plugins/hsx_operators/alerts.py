@@ -14,7 +14,7 @@ from airflow.sdk.definitions.callback import AsyncCallback
 from airflow.sdk.definitions.deadline import BaseDeadlineReference, DeadlineAlert
 
 from hsx_operators.base import run_key
-from hsx_operators.errors import HostHeld, HostTryAgain
+from hsx_operators.errors import ConfigError, HostHeld, HostTryAgain
 from hsx_operators.profile import load_profile
 from hsx_operators.retry import tries_before
 from hsx_operators.unattended import Alerts, Event
@@ -131,6 +131,39 @@ async def deadline_missed(profile: str, context: Any = None, **_: Any) -> None:
 
 
 def _send(alerts: Alerts, context: Any) -> None:
+    _made(alerts)(context)
+
+
+def _made(alerts: Alerts) -> BaseNotifier:
     module, _, name = alerts.notifier.rpartition(".")
     made: BaseNotifier = getattr(importlib.import_module(module), name)(**alerts.args)
-    made(context)
+    return made
+
+
+def check(alerts: Alerts) -> None:
+    """ConfigError where the notifier can't be made: better in plan than when production is down. Nothing is sent."""
+    if not alerts.notifier:
+        return
+    try:
+        made: object = _made(alerts)
+    except (ImportError, AttributeError) as e:
+        raise ConfigError(
+            f"can't be imported by Airflow's workers: {e}",
+            field="alerts.notifier",
+            value=alerts.notifier,
+            fix="give the import path of a notifier, and install its provider",
+        ) from e
+    except Exception as e:
+        raise ConfigError(
+            f"{alerts.notifier} can't be made with these arguments: {e}",
+            field="alerts.args",
+            value=", ".join(alerts.args) or "none",  # a value may be secret
+            fix="give the arguments of that notifier",
+        ) from e
+    if not callable(made):
+        raise ConfigError(
+            "is no notifier: it can't be called with a run's context",
+            field="alerts.notifier",
+            value=alerts.notifier,
+            fix="give the import path of a BaseNotifier",
+        )

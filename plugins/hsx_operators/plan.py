@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from airflow.configuration import conf
 from airflow.providers.standard.utils.skipmixin import SkipMixin
 from airflow.sdk import BaseOperator
 
 from hsx_host import contract as c
+from hsx_operators.alerts import check as check_alerts
 from hsx_operators.answers import human_bytes
 from hsx_operators.base import HostVerbOperator, host_run_id, run_key
 from hsx_operators.errors import ConfigError, HostError
@@ -65,6 +67,7 @@ class PlanOperator(HostVerbOperator):
         check_known({**params, **(context["dag_run"].conf or {})})
         profiles = load_hosts(str(params["profile"]))
         check_hosts(str(params["profile"]), [p.host.name for p in profiles], self.hosts)
+        check_alerts(profiles[0].alerts)
         runs: dict[str, dict[str, Any]] = {}
         lead: dict[str, Any] = {}
         sglang = ""
@@ -152,6 +155,7 @@ class PlanOperator(HostVerbOperator):
 
 def tell_plan(document: c.PlanResult, ti: Any, log: Any) -> None:
     """A plan in words, and as the XComs ``plan`` and ``shards`` of the task."""
+    check_mappable(document)
     plan = c.to_dict(document)
     shards = plan.pop("shards")
     for line in document.rejects:
@@ -178,6 +182,22 @@ def tell_plan(document: c.PlanResult, ti: Any, log: Any) -> None:
             log.warning("%s: %d samples failed before: %s", shard.name, shard.failed, "; ".join(shard.reasons))
     for key, value in (("plan", plan), ("shards", shards)):
         ti.xcom_push(key=key, value=value)
+
+
+def check_mappable(document: c.PlanResult) -> None:
+    """ConfigError where the shards are more than Airflow maps a task over: its api-server would refuse them later."""
+    limit, shards = conf.getint("core", "max_map_length", fallback=1024), document.shards
+    if len(shards) > limit:
+        size = -(
+            -(document.rows + document.top_ups) // max(1, limit - 1)
+        )  # samples topped up begin a shard of their own
+        raise ConfigError(
+            f"makes {len(shards):,} shards with something to do; Airflow maps a task over at most {limit:,}",
+            field="data.shard_size",
+            value=max(shard.rows for shard in shards),
+            fix=f"set AIRFLOW__CORE__MAX_MAP_LENGTH to {len(shards)} or more for every component, or shard_size to "
+            f"{size} or more, or do a part by the Param shards, such as {shards[0].id}-{shards[limit - 1].id}",
+        )
 
 
 def share_out(document: c.PlanResult, runs: dict[str, dict[str, Any]], ti: Any, log: Any) -> None:

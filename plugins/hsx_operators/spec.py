@@ -57,7 +57,6 @@ def build_spec(profile: Profile, name: str, params: Mapping[str, Any], run_id: s
     extraction_port = p.extraction.port or p.production.port
     extraction_env = {k: v for k, v in {**p.production.env, **p.extraction.env}.items() if v is not None}
     grace, soak = p.production.stop_grace_s, p.production.soak_requests
-    enabled = _benchmark(params, p)
     return c.RunSpec(
         run_id=run_id,
         profile=name,
@@ -101,7 +100,7 @@ def build_spec(profile: Profile, name: str, params: Mapping[str, Any], run_id: s
             shards=parse_shards(params.get("shards") or ""),
         ),
         benchmark=c.BenchmarkSettings(
-            enabled=enabled,
+            enabled=_benchmark(params, p),
             tolerance=p.benchmark.tolerance,
             loads={k: c.BenchmarkLoad(**v.model_dump()) for k, v in p.benchmark.loads.items()},
         ),
@@ -252,8 +251,9 @@ def parse_shards(text: object) -> list[int]:
     if not isinstance(text, str):
         raise ConfigError("expected a text such as 3,7-9", field="shards", value=text, fix="quote it")
     shards: set[int] = set()
-    for part in filter(None, (s.strip() for s in text.split(","))):
-        m = re.fullmatch(r"(\d{1,6})(?:\s*-\s*(\d{1,6}))?", part)
+    parts = [part for s in text.split(",") if (part := s.strip())]
+    for part in parts or text.split():  # a lone comma is no wish for all
+        m = re.fullmatch(r"([0-9]{1,6})(?:\s*-\s*([0-9]{1,6}))?", part)
         if not m or int(m[2] or m[1]) < int(m[1]):
             raise ConfigError(
                 f"{part!r} is not a shard number or a rising range",

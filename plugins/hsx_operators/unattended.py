@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from datetime import datetime
 from typing import Annotated, Any, Literal, get_args
 from zoneinfo import ZoneInfo
 
-from croniter import croniter
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from croniter import CroniterBadDateError, croniter
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 #: A time of day, "05:00".
-CLOCK = r"([01]\d|2[0-3]):[0-5]\d"
+CLOCK = r"([01][0-9]|2[0-3]):[0-5][0-9]"
 Event = Literal["production_not_restored", "probe_failed", "disk_short", "window_ended", "deadline"]
 
 
@@ -34,6 +35,11 @@ class Nightly(_Model):
     def _cron(cls, line: str) -> str:
         if line and not croniter.is_valid(line):
             raise ValueError("is not a cron line (such as 0 1 * * *)")
+        try:
+            if line:
+                croniter(line, datetime.now()).get_next()
+        except CroniterBadDateError:
+            raise ValueError("never comes: no such day, or a year that is over (such as 0 1 * * *)") from None
         return line
 
     @field_validator("timezone")
@@ -70,6 +76,14 @@ class Alerts(_Model):
     on: list[Event] = list(get_args(Event))
     deadline_hours: Annotated[float, Field(gt=0, le=8760)] | None = None
     host_command: list[str] = []
+
+    @model_validator(mode="before")
+    @classmethod
+    def _on_is_a_word(cls, body: Any) -> Any:
+        """YAML 1.1 reads an unquoted ``on`` as true, as a key too."""
+        if isinstance(body, dict) and True in body and "on" not in body:
+            return {"on" if key is True else key: value for key, value in body.items()}
+        return body
 
     @field_validator("host_command")
     @classmethod

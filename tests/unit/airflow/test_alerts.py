@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import pytest
+import yaml
 from airflow.sdk import BaseNotifier
-from fleet_profile import body, dag_bag, write
+from fleet_profile import REPO, body, dag_bag, write
 
 from hsx_host import contract as c
 from hsx_operators import alerts
-from hsx_operators.errors import HostHeld, HostRefused, HostTryAgain, HostUnreachable, ProfileError
-from hsx_operators.profile import parse_hosts
+from hsx_operators.errors import ConfigError, HostHeld, HostRefused, HostTryAgain, HostUnreachable, ProfileError
+from hsx_operators.plan import PlanOperator
+from hsx_operators.profile import load_profile, parse_hosts
 from hsx_operators.shapes import shape
-from hsx_operators.unattended import Alerts
+from hsx_operators.unattended import Alerts, Event
 
 REFUSED = HostRefused("disk", c.ErrorDoc("refused", "short by 3 GiB"))
 DOWN = HostTryAgain("restore", c.ErrorDoc("again", "the production server ended before it was ready"))
@@ -37,6 +40,12 @@ class Notifier(BaseNotifier):
         if self.text == "boom":
             raise OSError("no mail server")
         self.told.append((self.subject, self.text))
+
+
+class Store(dict[str, Any]):
+    """The task state store."""
+
+    set = dict.__setitem__
 
 
 ON = {"notifier": "test_alerts.Notifier"}
@@ -191,3 +200,56 @@ def test_each_alarm_hangs_on_its_tasks(tmp_path: Path, told: list[Any]) -> None:
         "probe_failed": {"probe"},
         "disk_short": {"disk_check"},
     }
+
+
+DOCUMENTED = "\n    alerts:\n"
+
+
+def test_the_documented_block_is_a_profile_s(tmp_path: Path, told: list[Any]) -> None:
+    """As text: YAML 1.1 reads the key ``on`` as true."""
+    lines = (REPO / "docs" / "operations.md").read_text().split(DOCUMENTED)[1].splitlines()
+    block = "\n".join(line[4:] for line in itertools.takewhile(lambda line: line.startswith("      "), lines))
+    write(tmp_path, "p", f"{yaml.safe_dump(body())}\nalerts:\n{block}\n")
+    found = load_profile("p").alerts
+    assert found == shape("p").alerts
+    assert (found.on, found.deadline_hours) == (list(get_args(Event)), 5)
+    assert not shape("p").problem
+    alerts.check(found)  # and its notifier is there
+
+
+def test_only_some_events_written_as_a_person_does(tmp_path: Path, told: list[tuple[str, str]]) -> None:
+    write(tmp_path, "p", f"{yaml.safe_dump(body())}\nalerts:\n  notifier: a.B\n  on: [deadline]\n")
+    assert load_profile("p").alerts.on == ["deadline"]
+    with pytest.raises(ProfileError, match="alerts"):
+        parse_hosts(body(alerts={"on": [], True: []}), "both")
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"notifier": "no.such.module.Notifier"}, "alerts.notifier"),
+        ({"notifier": "test_alerts.Notifyer"}, "alerts.notifier"),
+        ({"notifier": "test_alerts.ON"}, "alerts.args"),
+        ({"notifier": "types.SimpleNamespace"}, "alerts.notifier"),
+        ({**ON, "args": {"subjekt": "s3cret"}}, "alerts.args"),
+    ],
+)
+def test_a_notifier_that_cannot_be_made_is_refused_by_plan(
+    tmp_path: Path, told: list[Any], settings: dict[str, Any], named: str
+) -> None:
+    write(tmp_path, "p", body(alerts=settings))
+    context: Any = {
+        "params": {"profile": "p"}, "dag_run": SimpleNamespace(conf={}), "ti": SimpleNamespace(try_number=1),
+        "task_state_store": Store(),
+    }  # fmt: skip
+    with pytest.raises(ConfigError) as e:
+        PlanOperator(task_id="plan", hosts=["gpu1", "gpu2"]).execute(context)
+    assert e.value.field == named
+    assert e.value.fix
+    assert "s3cret" not in str(e.value)
+
+
+def test_a_good_notifier_is_made_and_sends_nothing(told: list[Any]) -> None:
+    alerts.check(Alerts())
+    alerts.check(Alerts(**ON, args={"subject": "x"}))
+    assert told == []

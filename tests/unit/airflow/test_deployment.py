@@ -68,3 +68,11 @@ def test_the_image_holds_what_airflow_runs_and_no_keys() -> None:
     ignored = read(".dockerignore").splitlines()
     assert "*" in ignored
     assert {line for line in ignored if line.startswith("!")} == {"!requirements.txt", "!dags", "!plugins", "!include"}
+
+
+def test_every_way_lets_one_run_have_as_many_shards() -> None:
+    wanted = "10000"
+    values = yaml.safe_load(read("deploy/kubernetes/values.yaml"))
+    assert {v["name"]: v["value"] for v in values["env"]}["AIRFLOW__CORE__MAX_MAP_LENGTH"] == wanted
+    assert f"AIRFLOW__CORE__MAX_MAP_LENGTH:-{wanted}}}" in read("docker-compose.yaml")
+    assert read("docs/install.md").count(f"AIRFLOW__CORE__MAX_MAP_LENGTH={wanted}") == 2  # another Airflow, Astro

@@ -109,9 +109,12 @@ def test_a_mistake_of_all_hosts_is_told_once() -> None:
     ("nightly", "named"),
     [
         ({"schedule": "at one"}, "nightly.schedule = 'at one': is not a cron line"),
+        ({"schedule": "0 0 31 2 *"}, "nightly.schedule = '0 0 31 2 *': never comes"),
+        ({"schedule": "0 1 * * * 30 2020"}, "nightly.schedule = '0 1 * * * 30 2020': never comes"),
         ({"timezone": "Berlin"}, "nightly.timezone = 'Berlin': is not a time zone"),
         ({"timezone": "../etc"}, "nightly.timezone = '../etc': is not a time zone"),
         ({"stop_after": 18000}, "nightly.stop_after = 18000: "),  # YAML reads an unquoted 05:00 as a number
+        ({"stop_after": "0\u0665:00"}, "nightly.stop_after = '0\u0665:00': is not a time of day"),
         ({"stop_after": "5 am"}, "nightly.stop_after = '5 am': is not a time of day"),
     ],
 )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hsx_host import contract as c
 from hsx_operators.base import host_run_id
+from hsx_operators.errors import ConfigError
+from hsx_operators.plan import tell_plan
 
 NIGHT = "scheduled__2026-11-30T01:00:00+00:00"
 VERSIONS = ("0199c0de-0000-7000-8000-000000000001", "0199c0de-0000-7000-8000-000000000002")
@@ -42,3 +46,31 @@ def test_a_plan_that_is_done_again_keeps_the_run_s_name() -> None:
     store = Store()
     first = host_run_id(context(store=store))
     assert host_run_id(context(version=VERSIONS[1], store=store)) == first  # cleared after the DAG has changed
+
+
+def planned(shards: int) -> c.PlanResult:
+    made = [c.ShardPlan(i, f"shard {i:05d}", i * 500, 500, 500, 9000, 1 << 20) for i in range(shards)]
+    known: dict[str, Any] = dict.fromkeys(
+        ("valid", "rejected", "duplicates", "done", "todo", "todo_tokens", "todo_bytes", "bytes_per_token", "longest"),
+        1,
+    )
+    return c.PlanResult(dataset_id="set", dataset_dir="/d", rows=shards * 500, shards=made, rejects=[], **known)
+
+
+def test_more_shards_than_airflow_maps_over_are_refused_before_the_host_is_borrowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pushed: dict[str, Any] = {}
+    ti = SimpleNamespace(xcom_push=lambda key, value: pushed.update({key: value}))
+    tell_plan(planned(1024), ti, logging.getLogger("test"))
+    assert len(pushed.pop("shards")) == 1024
+    pushed.clear()
+    with pytest.raises(ConfigError) as e:
+        tell_plan(planned(1025), ti, logging.getLogger("test"))
+    assert (e.value.field, e.value.value, pushed) == ("data.shard_size", "500", {})
+    assert "1,025 shards" in str(e.value)
+    assert "AIRFLOW__CORE__MAX_MAP_LENGTH to 1025" in e.value.fix
+    assert "shard_size to 501 or more" in e.value.fix
+    assert "such as 0-1023" in e.value.fix
+    monkeypatch.setenv("AIRFLOW__CORE__MAX_MAP_LENGTH", "1025")
+    tell_plan(planned(1025), ti, logging.getLogger("test"))

@@ -129,6 +129,9 @@ def test_defaults_are_the_profiles(profile: Profile) -> None:
         ({"shards": "3-"}, "shards"),
         ({"shards": "9-7"}, "shards"),
         ({"shards": "all"}, "shards"),
+        ({"shards": ","}, "shards"),  # names nothing, and is no wish for all
+        ({"shards": " , "}, "shards"),
+        ({"shards": "\u0663"}, "shards"),  # an Arabic 3
         ({"shards": "failed, 3"}, "shards"),
         ({"shards": [3]}, "shards"),
         ({"dataset": "relative.jsonl"}, "dataset"),
@@ -152,7 +155,9 @@ def test_benchmark_without_loads(profile: Profile) -> None:
         build(changed(profile, "benchmark", loads={}), benchmark="on")
 
 
-@pytest.mark.parametrize(("text", "shards"), [("", []), ("failed", []), ("0", [0]), ("2-4,3, 9", [2, 3, 4, 9])])
+@pytest.mark.parametrize(
+    ("text", "shards"), [("", []), (" ", []), ("3,", [3]), ("failed", []), ("0", [0]), ("2-4,3, 9", [2, 3, 4, 9])]
+)
 def test_shards(text: str, shards: list[int]) -> None:
     assert parse_shards(text) == shards
 

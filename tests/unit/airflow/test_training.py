@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,6 +63,17 @@ class Ti:
 
 
 # ------------------------------------------------------------------------------ the DAG
+
+
+@pytest.mark.parametrize("name", ["2026", "1e5", "None", "[1, 2]", "chats-1f2e"])
+def test_a_mapped_task_s_label_is_a_text_whatever_the_data_set_is_called(dag: DAG, name: str) -> None:
+    """Airflow renders it as it renders fields: natively, where a text that looks like a number becomes one."""
+    for task_id, field in (("check_handoff", "handoff"), ("train", "run"), ("acceptance", "run")):
+        task: Any = dag.get_task(task_id)
+        template = dag.get_template_env().from_string(task.partial_kwargs["map_index_template"])
+        for said in ({"dataset_id": name, "profile": "p"}, {"dataset_id": "", "profile": name}):
+            if said["dataset_id"] or field == "handoff":
+                assert template.render(task=SimpleNamespace(**{field: said})) == f"data set {name}"
 
 
 def test_it_is_started_by_the_asset_and_serializes(dag: DAG) -> None:

@@ -10,17 +10,15 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hsx_host.errors import BadInput, Refused
-from hsx_host.model_facts import read_model
+from hsx_host.model_facts import header, read_model
 
 _HEADS = ("lm_head.weight",)
 _EMBEDDINGS = ("embed_tokens.weight",)
-_HEADER_BYTES = 100 << 20  # safetensors' own limit
 _ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 
 
@@ -70,22 +68,6 @@ def find_head(model: Path) -> tuple[Path, str]:
     if not found:
         raise BadInput(f"the weights hold no {wanted[0]}", field="model.path", value=model, fix="give the whole model")
     return names[found[0]], found[0]
-
-
-def header(file: Path) -> tuple[int, dict[str, Any]]:
-    """Where a safetensors file's data begins, and its tensors by name; BadInput where it is none."""
-    try:
-        with file.open("rb") as f:
-            length = int.from_bytes(f.read(8), "little")
-            if not 0 < length <= _HEADER_BYTES:
-                raise ValueError(f"a header of {length} bytes")
-            tensors = dict(json.loads(f.read(length)))
-    except (OSError, ValueError, TypeError) as e:
-        raise BadInput(
-            f"the weights can't be read: {e}", field="model.path", value=file, fix="give the whole model"
-        ) from None
-    tensors.pop("__metadata__", None)
-    return 8 + length, tensors
 
 
 def widen(data: bytes, dtype: str) -> NDArray[np.float32]:

@@ -11,6 +11,8 @@ from typing import Any
 import host_data as h
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from hsx_host import rows
 from hsx_host.dataset import Reject, Sample, identity, read_samples
@@ -162,6 +164,23 @@ def test_other_weights_have_another_hash(tmp_path: Path) -> None:
     data[-1] ^= 1
     (folder / "model.safetensors").write_bytes(data)
     assert weights_sha256(folder) != before
+
+
+@pytest.mark.parametrize("changed", ["embed", "layers.1.q", "layers.2.q"])
+def test_one_changed_tensor_of_many_is_another_hash(tmp_path: Path, changed: str) -> None:
+    """A fine-tune of some tensors, wherever they lie in a large file."""
+    tensors = {"embed": 3, "layers.1.q": 2, "layers.2.q": 2, "layers.3.q": 4, "norm": 3}
+    made = {name: torch.zeros(mib << 20, dtype=torch.uint8) for name, mib in tensors.items()}
+    save_file(made, tmp_path / "model.safetensors")
+    before = weights_sha256(tmp_path)
+    save_file(made | {changed: made[changed] + 1}, tmp_path / "model.safetensors")
+    assert weights_sha256(tmp_path) != before
+
+
+def test_weights_that_are_no_safetensors_are_told(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(64))
+    with h.refuses(BadInput, "model.path", "weights can't be read"):
+        weights_sha256(tmp_path)
 
 
 def test_longest_prompt_follows_the_servers_flags(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from hsx_host import formats, model_facts, procid, servers, state
 from hsx_host.contract import ContractError, RunSpec, decode, encode
 from hsx_host.errors import Refused
+from hsx_host.fingerprint import engine_version
 from hsx_host.spool import CaptureSpec, PluginReady
 
 _KEEP_SPOOLS = 2
@@ -43,15 +44,17 @@ def prepare_spool(spec: RunSpec, plugin_id: str, launch_hash: str) -> tuple[Path
 
 
 def same_capture(spec: RunSpec, server: state.ServerState, plugin_id: str) -> bool:
-    """Whether a recorded extraction server was told what the spec says now."""
+    """Whether a recorded extraction server was told what the spec says now, and is of the SGLang that is installed now:
+    one that an upgrade in place has outlived would give the new version's data set rows of the old one."""
     if not server.spool:
         return False
     spool = Path(server.spool)
     try:
         told = (spool / "capture.json").read_text().strip()
-    except OSError:
+        outlived = any(one.sglang not in ("", engine_version()) for one in ready(spool))
+    except (OSError, ContractError):
         return False
-    return told == encode(capture_spec(spec, plugin_id, spool))
+    return not outlived and told == encode(capture_spec(spec, plugin_id, spool))
 
 
 def ready(spool: Path) -> list[PluginReady]:
@@ -70,6 +73,8 @@ def prove_ready(spec: RunSpec, spool: Path, plugin_id: str) -> dict[str, str]:
             raise _refused(f"the capture plugin in process {one.pid} says: {one.error}", spool)
         if one.plugin_id != plugin_id:
             raise _refused(f"process {one.pid} runs plugin {one.plugin_id[:12]}, not {plugin_id[:12]}", spool)
+        if one.sglang != (installed := engine_version()):
+            raise _refused(f"process {one.pid} runs SGLang {one.sglang}, host.python has {installed}", spool)
         if sorted(one.layers_to_capture) != sorted(spec.capture.layers):
             raise _refused(f"process {one.pid} captures {one.layers_to_capture}, not {spec.capture.layers}", spool)
     expected = servers.processes_of(spec.extraction)

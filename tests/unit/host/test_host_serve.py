@@ -38,6 +38,7 @@ from host_lifecycle import (
 
 from hsx_host import (
     borrow,
+    capture_server,
     guards,
     health,
     inherited,
@@ -107,6 +108,19 @@ def test_capture_settings_make_another_extraction_server(spec: c.RunSpec) -> Non
     assert second.changed
     assert second.pid != first.pid
     assert json.loads((serve.extraction_spool(other) / "capture.json").read_text())["layers"] == [2]
+
+
+def test_a_server_that_an_upgrade_in_place_has_outlived_is_started_anew(
+    spec: c.RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows are the old version's, and would count as the new one's."""
+    live_lease(spec)
+    serve.ensure(spec, "extraction")
+    assert not serve.ensure(spec, "extraction").changed
+    monkeypatch.setattr(capture_server, "engine_version", lambda: "99.0.0")
+    with pytest.raises(Refused, match=r"host\.python has 99\.0\.0"):  # the fake is of this Python still
+        serve.ensure(spec, "extraction")
+    assert not listens(spec.extraction.port)
 
 
 def test_a_production_server_of_other_arguments_is_refused_by_name(
@@ -457,7 +471,14 @@ def test_a_server_that_is_never_healthy_is_stopped_at_the_deadline(spec: c.RunSp
     assert not listens(spec.production.port)
 
 
-@pytest.mark.parametrize(("how", "word"), [("error", "no such seam"), ("none", "0 of 1 scheduler processes")])
+@pytest.mark.parametrize(
+    ("how", "word"),
+    [
+        ("error", "no such seam"),
+        ("none", "0 of 1 scheduler processes"),
+        ("old", r"runs SGLang 0\.0\.1, host\.python has"),
+    ],
+)
 def test_an_unproved_plugin_is_refused_and_production_comes_back(spec: c.RunSpec, how: str, word: str) -> None:
     serve.ensure(spec, "production")
     live_lease(spec)

@@ -15,6 +15,7 @@ Files in the folder that ``FAULT_CONTROL`` names steer it while it runs; ``MODE`
 It has a child in its session, as a real server has its scheduler, and both keep a file in /dev/shm open.
 """
 
+import importlib.metadata
 import json
 import os
 import signal
@@ -140,7 +141,8 @@ def report(told):
     """What the capture plugin writes in each scheduler process."""
     ready = {
         "type": "PluginReady", "version": 1, "plugin_id": told["plugin_id"], "pid": os.getpid(), "tp_rank": 0,
-        "sglang": "stand-in", "model_class": "StandIn", "layers_to_capture": told["layers"],
+        "sglang": importlib.metadata.version("sglang"), "model_class": "StandIn",
+        "layers_to_capture": told["layers"],
         "num_blocks": told["num_blocks"], "hidden_size": told["hidden_size"], "norm_class": "RMSNorm",
         "norm_eps": 1e-5, "seams": {"stand-in": "no model"}, "error": "",
     }  # fmt: skip

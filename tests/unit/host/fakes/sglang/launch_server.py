@@ -4,9 +4,11 @@ It answers /health and /generate. Environment variables make it behave badly: FA
 secrets), FAKE_DIE_ONCE=FILE (the first time only), FAKE_DIE_WHILE=FILE (while it is there), FAKE_DIE_AT=N (ends at the
 Nth generation), FAKE_SILENT (never healthy),
 FAKE_SHM (a file in /dev/shm that it keeps open and leaves), FAKE_ORPHAN (a child that ignores SIGTERM),
-FAKE_READY=error|none (how the capture plugin's report goes wrong). What a real server does is tested in tests/system.
+FAKE_READY=error|none|old (how the capture plugin's report goes wrong). What a real server does is tested in
+tests/system.
 """
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -51,7 +53,8 @@ def report():
     told = json.loads(Path(os.environ["HSX_CAPTURE_SPEC"]).read_text())
     ready = {
         "type": "PluginReady", "version": 1, "plugin_id": told["plugin_id"], "pid": os.getpid(), "tp_rank": 0,
-        "sglang": "fake", "model_class": "Fake", "layers_to_capture": told["layers"], "num_blocks": told["num_blocks"],
+        "sglang": "0.0.1" if os.environ.get("FAKE_READY") == "old" else importlib.metadata.version("sglang"),
+        "model_class": "Fake", "layers_to_capture": told["layers"], "num_blocks": told["num_blocks"],
         "hidden_size": told["hidden_size"], "norm_class": "RMSNorm", "norm_eps": 1e-5, "seams": {"a": "b"},
         "error": "no such seam" if os.environ.get("FAKE_READY") == "error" else "",
     }  # fmt: skip

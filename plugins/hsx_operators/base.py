@@ -89,8 +89,12 @@ class HostVerbOperator(BaseOperator):
         with reasons_kept(context):
             host = self.host_of(context)
             verb = self.verb(context)
-            with hook_of(host) as hook:
-                return self._run(hook, host, verb, context)
+            try:
+                with hook_of(host) as hook:
+                    return self._run(hook, host, verb, context)
+            except errors.HsxOperatorError as e:
+                e.allowed_retries = self.allowed_retries(e, host)
+                raise
 
     def _run(self, hook: GpuHostHook, host: dict[str, Any], verb: list[str], context: Context) -> Any:
         if self.detached:

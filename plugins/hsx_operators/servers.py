@@ -9,7 +9,7 @@ from airflow.sdk import SkipMixin
 from hsx_host import contract as c
 from hsx_operators import alerts, metrics, window
 from hsx_operators.base import HostVerbOperator
-from hsx_operators.errors import HostHeld, HostRefused, HostUnreachable, HsxOperatorError
+from hsx_operators.errors import HostHeld, HostRefused, HsxOperatorError
 from hsx_operators.hook import hook_of
 from hsx_operators.plan import SKIPPED_BECAUSE
 from hsx_operators.retry import ACQUIRE_RETRIES, RESTORE_RETRIES, HostRetryPolicy
@@ -26,7 +26,8 @@ class HoldOff(HostVerbOperator, SkipMixin):
     """Of the steps before the host is borrowed: they wait while another run holds it, until the window has ended.
 
     Then the rest of the run (of this host's group, where there are several) is skipped: the run is green, production
-    was not touched, and the next night goes on.
+    was not touched, and the next night goes on. They fail at once where the profile says ``tasks.when_held: fail``, and
+    after a few tries where something else than a held host fails.
     """
 
     default_retries: ClassVar[int] = 288  # a day, at five minutes
@@ -46,21 +47,21 @@ class HoldOff(HostVerbOperator, SkipMixin):
         )
         self.log.info("%s", reason)
         context["ti"].xcom_push(key=SKIPPED_BECAUSE, value=reason)
-        alerts.tell(context, "window_ended", reason)
+        if not self.on:  # of several hosts the hand-off tells, once for all of them
+            alerts.tell(context, "window_ended", reason)
         group = self.task_id.rpartition(".")[0] if self.on else ""
         self.skip(ti=context["ti"], tasks=window.rest_of(context, group))
         return True
 
     def allowed_retries(self, error: HsxOperatorError, host: dict[str, Any]) -> int | None:
-        """Only a held host is waited for so long."""
-        return None if isinstance(error, HostHeld | HostUnreachable) else 3
+        """None of a held host where the profile says ``tasks.when_held: fail``; the rest is the policy's."""
+        return 0 if isinstance(error, HostHeld) and host.get("when_held") == "fail" else None
 
 
 class AcquireHostOperator(HoldOff, HostVerbOperator):
     """Takes the lease on the host for this run; from here on every poll renews it.
 
-    Where another run holds it, the message names the holder; the task waits and tries again, or fails at once where the
-    profile says ``tasks.when_held: fail``.
+    Where another run holds it, the message names the holder.
     """
 
     result_type = c.Lease
@@ -68,14 +69,7 @@ class AcquireHostOperator(HoldOff, HostVerbOperator):
 
     def execute(self, context: Context) -> Any:
         """Nothing, and the rest is skipped, where the window has ended."""
-        if self.too_late(context):
-            return None
-        try:
-            return self.run_verb(context)
-        except HostHeld as e:
-            if self.host_of(context).get("when_held") == "fail":
-                e.allowed_retries = 0
-            raise
+        return None if self.too_late(context) else self.run_verb(context)
 
     def verb(self, context: Context) -> list[str]:
         """``acquire``."""
@@ -166,6 +160,10 @@ class BenchmarkOperator(HoldOff, HostVerbOperator):
             self.log.info("The benchmark is switched off for this run.")
             return None
         return self.run_verb(context)
+
+    def allowed_retries(self, error: HsxOperatorError, host: dict[str, Any]) -> int | None:
+        """``after`` waits for a held host in any case: the hand-off waits for it, and the run has had the host."""
+        return super().allowed_retries(error, host) if self.phase == "before" else None
 
     def verb(self, context: Context) -> list[str]:
         """``benchmark`` before or after."""

@@ -6,19 +6,21 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hsx_host import contract as c
-from hsx_operators.base import HostVerbOperator, run_key
+from hsx_operators.base import run_key
 from hsx_operators.hook import hook_of
 from hsx_operators.plan import share_out, tell_plan
+from hsx_operators.servers import HoldOff
 
 if TYPE_CHECKING:
     from airflow.sdk.definitions.context import Context
 
 
-class TopUpOperator(HostVerbOperator):
+class TopUpOperator(HoldOff):
     """Lets production answer prompts until the data set has the samples that the profile wants, then plans again.
 
-    Production is up: nothing is borrowed yet. Off where the profile wants no top-up. XComs: ``plan``, ``shards`` and
-    ``shares``, as plan's own; a dry run only says how many samples would be made.
+    Production is up: nothing is borrowed yet; where another run holds the host it is waited for. Off where the profile
+    wants no top-up. XComs: ``plan``, ``shards`` and ``shares``, as plan's own; a dry run only says how many samples
+    would be made.
 
     :param hosts: names of the profile's hosts, as for ``PlanOperator``; the one that planned asks its production.
     """
@@ -33,8 +35,9 @@ class TopUpOperator(HostVerbOperator):
 
     def execute(self, context: Context) -> Any:
         """Hand plan's XComs on where there is nothing to make."""
-        if self.host_of(context)["top_up"]:
-            return super().execute(context)
+        host = self.host_of(context)
+        if host["top_up"]:
+            return None if not host["dry_run"] and self.too_late(context) else super().execute(context)
         self.log.info("The profile wants no top-up.")
         self._hand_on(context)
         return None

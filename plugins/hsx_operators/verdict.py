@@ -39,6 +39,7 @@ class VerdictOperator(BaseOperator):
 
     Make it the last teardown: ``VerdictOperator(...).as_teardown(on_failure_fail_dagrun=True)``.
 
+    :param plan_task_id: the task that told the plan, and may skip the rest where it waited until the window had ended.
     :param gate_task_id: the task that may skip the rest on purpose (nothing to do, dry run).
     :param approval_task_id: the task that may skip the rest by a person's rejection.
     :param handoff_task_id: the task that is skipped where the window ended before the data set was whole.
@@ -98,7 +99,9 @@ class VerdictOperator(BaseOperator):
 
     def _skipped_on_purpose(self, ti: Any) -> str:
         before = () if self.groups else BEFORE
-        return self._reason(ti, self.gate_task_id, self.approval_task_id, *before, self.handoff_task_id)
+        return self._reason(
+            ti, self.plan_task_id, self.gate_task_id, self.approval_task_id, *before, self.handoff_task_id
+        )
 
     @staticmethod
     def _reason(ti: Any, *task_ids: str) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from types import SimpleNamespace
@@ -10,16 +13,18 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
-from airflow.sdk import DAG, BaseOperator
+from airflow.sdk import DAG, BaseOperator, RetryAction
 from airflow.sdk.api.datamodels._generated import DagRunType
 from airflow.sdk.exceptions import DownstreamTasksSkipped
 
 from hsx_host import contract as c
-from hsx_operators import window
-from hsx_operators.errors import ConfigError, HostHeld, HostTryAgain
+from hsx_operators import base, window
+from hsx_operators.base import HostVerbOperator
+from hsx_operators.errors import ConfigError, HostBug, HostHeld, HostTryAgain, HostUnreachable, RemoteJobDied
 from hsx_operators.extraction import ExtractShardOperator, TrainingHandoffOperator, VerifyDatasetOperator
 from hsx_operators.plan import SKIPPED_BECAUSE
 from hsx_operators.servers import AcquireHostOperator, BenchmarkOperator
+from hsx_operators.topup import TopUpOperator
 from hsx_operators.unattended import Nightly
 
 BERLIN = ZoneInfo("Europe/Berlin")
@@ -145,11 +150,82 @@ def test_in_the_window_and_after_a_clear_the_step_runs(step: Any, skipped: list[
     assert skipped == []
 
 
-def test_a_held_host_is_waited_for_and_nothing_else_so_long() -> None:
-    task: Any = BenchmarkOperator(task_id="before", phase="before")
-    doc = c.ErrorDoc("again", "held", "lease", "run-7")
-    assert task.allowed_retries(HostHeld("benchmark", doc), {}) is None
-    assert task.allowed_retries(HostTryAgain("benchmark", doc), {}) == 3
+class Store(dict[str, Any]):
+    """The task state store."""
+
+    def set(self, key: str, value: Any) -> None:
+        self[key] = value
+
+
+HOLD_OFF: list[Callable[[], Any]] = [
+    lambda: AcquireHostOperator(task_id="acquire"),
+    lambda: BenchmarkOperator(task_id="before", phase="before"),
+    lambda: BenchmarkOperator(task_id="after", phase="after"),
+    lambda: TopUpOperator(task_id="top_up"),
+]
+HELD = HostHeld("v", c.ErrorDoc("again", "held", "lease", "run-7"))
+
+
+def tries_of(make: Callable[[], Any], fails: Callable[[int], BaseException], **run: Any) -> int:
+    """How often the step is tried until it fails for good, by what its verb's calls end with."""
+    task, store = make(), Store()
+    for number in itertools.count(1):
+        ti: Any = Ti(0.0)
+        ti.try_number, ti.max_tries = number, task.retries
+        ti.known["run"] |= {"ssh_conn_id": "h", "top_up": True, "dry_run": False, **run}
+        now: Any = {**context(ti, task), "task_state_store": store}
+        error = fails(number)
+        vars(error).pop("hsx_kept", None)  # as if it were made anew
+
+        def ends(*_: Any, error: BaseException = error) -> Any:
+            raise error
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(base, "hook_of", lambda host: contextlib.nullcontext())
+            patch.setattr(HostVerbOperator, "_run", ends)
+            with pytest.raises(type(error)):
+                task.execute(now)
+        decision = task.retry_policy.evaluate(error, number, task.retries, now)
+        if number > task.retries or decision.action is RetryAction.FAIL:
+            return number
+    raise AssertionError
+
+
+@pytest.mark.parametrize("step", HOLD_OFF)
+def test_a_held_host_is_waited_for_a_day_and_nothing_else_so_long(step: Callable[[], Any]) -> None:
+    assert tries_of(step, lambda _: HELD) == 289
+    doc = c.ErrorDoc("again", "no space left", "host.home")
+    for error in (HostTryAgain("v", doc), HostBug("v", doc), RemoteJobDied("m"), HostUnreachable("m"), KeyError("x")):
+        assert tries_of(step, lambda _, error=error: error) == 5, error
+    # trouble in between, after hours of waiting, has its few tries too
+    trouble = HostUnreachable("m")
+    assert tries_of(step, lambda n: trouble if n % 50 in (1, 2, 3) else HELD) == 289
+    assert tries_of(step, lambda n: HELD if n < 100 else trouble) == 104
+    late = "after" in step().task_id
+    assert tries_of(step, lambda _: HELD, when_held="fail") == (289 if late else 1)
+
+
+def test_a_top_up_that_waited_until_the_window_ended_skips_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(TopUpOperator, "skip", lambda self, ti, tasks: names.extend(t.task_id for t in tasks))
+    task, ti = line(lambda: TopUpOperator(task_id="top_up")), Ti(time.time() - 1)
+    ti.known["run"] |= {"top_up": True, "dry_run": False}
+    assert task.execute(context(ti, task)) is None
+    assert names == ["after"]
+    assert "production was not touched" in ti.pushed[SKIPPED_BECAUSE]
+
+
+@pytest.mark.parametrize(("on", "told"), [("", 1), ("gpu1", 0)])
+def test_the_end_of_a_window_is_told_once_of_all_hosts(
+    monkeypatch: pytest.MonkeyPatch, skipped: list[str], on: str, told: int
+) -> None:
+    """Of several hosts the hand-off tells: it is not skipped with one host's group."""
+    heard: list[str] = []
+    monkeypatch.setattr("hsx_operators.alerts.tell", lambda context, event, text: heard.append(event))
+    task, ti = line(lambda: AcquireHostOperator(task_id="acquire", on=on)), Ti(time.time() - 1)
+    ti.known[f"run_{on}"] = ti.known["run"]
+    task.execute(context(ti, task))
+    assert heard == ["window_ended"] * told
 
 
 def test_the_host_program_is_told() -> None:

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from hsx_host import byhand, guards, jobs, state, verbs
-from hsx_host.contract import ContractError, ErrorDoc, RunSpec, decode, encode
+from hsx_host.contract import ContractError, ErrorDoc, RestoreReport, RunSpec, StatusResult, decode, encode
 from hsx_host.errors import AGAIN, BAD_INPUT, BUG, OK, BadInput, HsxError, TryAgain
 from hsx_host.progress import say
 
@@ -62,8 +62,22 @@ def main(argv: list[str] | None = None) -> int:
         return OK
     with _umask(argv[0]), _stdout_to_stderr() as out:
         document, code = _answer(argv)
-        _write_all(out, (encode(document) + "\n").encode())
+        told = _for_people(document) if os.isatty(out) else ""
+        _write_all(out, ((told or encode(document)) + "\n").encode())
     return code
+
+
+def _for_people(document: Any) -> str:
+    """What a person reads in a terminal; empty where that is the document itself."""
+    if isinstance(document, StatusResult):
+        from hsx_host import status
+
+        return "\n".join(status.lines(document))
+    if isinstance(document, RestoreReport):
+        from hsx_host import restore
+
+        return "\n".join(restore.lines(document))
+    return ""
 
 
 def _answer(argv: list[str]) -> tuple[Any, int]:

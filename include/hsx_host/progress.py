@@ -52,6 +52,9 @@ class Progress:
         spent = now - self._began  # tokens are counted from there too
         rate = (done - self._first) / spent if spent > 0 else 0.0
         eta = round((self.total - done) / rate, 1) if rate > 0 else None
+        if sys.stderr.isatty():
+            log(f"{self.verb}: {done} of {self.total}")
+            return
         line = {
             "progress": self.verb,
             "done": done,

@@ -6,6 +6,7 @@
                    can't borrow it again (its retries are refused); --hold refuses every run.
   restore --lift   lends the host again after --now.
   Without --spec it goes by the run that was granted the host last.
+  A terminal gets a few lines for people instead of the document.
 Result: RestoreReport.
 Example
   python -m hsx_host restore --now
@@ -52,6 +53,8 @@ def run(spec: RunSpec, args: Namespace) -> RestoreReport:
         lease.lift(spec)
         return report("nothing", "the host is lent again", serve.recorded_facts(spec))
     if args.now:
+        # A terminal that goes ends no way back. A handler, not SIG_IGN: production would inherit that.
+        signal.signal(signal.SIGHUP, lambda *_: None)
         return by_hand(spec, everybody=args.hold)
     if left := jobs.end_left(spec, _UNWIND_S):
         log(f"ended what tasks of this run have left at work: {', '.join(left)}")
@@ -121,6 +124,11 @@ def proved(spec: RunSpec, facts: ServerFacts) -> RestoreReport:
         problems.append(str(e))
     text = f"production is up (pid {facts.pid}, port {facts.port})"
     return report("restored", text, facts, version, checked, pristine, problems)
+
+
+def lines(answer: RestoreReport) -> list[str]:
+    """The answer for a person."""
+    return [f"{answer.action}: {answer.text}", *(f"problem: {why}" for why in answer.problems)]
 
 
 def report(

@@ -1,7 +1,7 @@
 """What it does
   Says how the host stands and changes nothing: the mode on record and whether its server lives, who holds the host
   since when and until when, its guards, what is in the way, and the last lines of the journal. --health also asks the
-  server for one token. In a terminal the same stands on stderr as a few lines for people.
+  server for one token, and waits 10 seconds for it. A terminal gets a few lines for people instead of the document.
   Without --spec it goes by the run that was granted the host last.
 Result: StatusResult.
 Example
@@ -11,7 +11,6 @@ Example
 from __future__ import annotations
 
 import json
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import TypeVar
@@ -20,9 +19,9 @@ from hsx_host import guards, lease, procid, state
 from hsx_host.contract import Lease, RunSpec, StatusResult
 from hsx_host.errors import HsxError
 from hsx_host.procid import ProcId
-from hsx_host.progress import say
 
 T = TypeVar("T")
+_PERSON_WAITS_S = 10.0  # for a server that hangs
 
 HELP = "the host's mode, who holds it, what is in the way, and the last transitions"
 
@@ -30,7 +29,7 @@ HELP = "the host's mode, who holds it, what is in the way, and the last transiti
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--health", action="store_true", help="ask the server for a real token")
     parser.add_argument("--renew", action="store_true", help="renew the lease of the spec's run: for a sensor's polls")
-    parser.add_argument("--lines", type=int, default=10, help="journal lines to show")
+    parser.add_argument("--lines", type=int, default=20, help="journal lines to show")
 
 
 def run(spec: RunSpec, args: Namespace) -> StatusResult:
@@ -52,7 +51,8 @@ def run(spec: RunSpec, args: Namespace) -> StatusResult:
         from hsx_host import health  # requests takes longer to import than the rest of this verb
 
         settings = spec.extraction if mode == "extraction" else spec.production
-        problem = health.problem(settings)
+        wait_s = health.REQUEST_TIMEOUT_S if args.renew else _PERSON_WAITS_S
+        problem = health.problem(settings, wait_s)
         ways += [f"the server does not serve: {problem}"] if problem else []
     ways += _of_the_lease(spec, held, watching)
     if (taken := _read(lambda: lease.read_hold(spec), ways)) is not None:
@@ -64,7 +64,7 @@ def run(spec: RunSpec, args: Namespace) -> StatusResult:
         ways += _strangers(spec, server if alive else None)
     if held is None and mode in ("stopped", "extraction"):
         ways.append(f"nobody has the host, and its mode is {mode}: restore --now brings production back")
-    answer = StatusResult(
+    return StatusResult(
         mode=mode,
         phase=server.phase if server is not None and alive else "",
         pid=server.pid if server is not None and alive else 0,
@@ -76,9 +76,6 @@ def run(spec: RunSpec, args: Namespace) -> StatusResult:
         in_the_way=ways,
         journal=state.journal_tail(spec, args.lines),
     )
-    if sys.stderr.isatty():
-        say("\n".join(lines(answer)) + "\n")
-    return answer
 
 
 def lines(answer: StatusResult) -> list[str]:

@@ -412,6 +412,23 @@ def test_the_command_for_people_and_what_status_says(borrowed: c.RunSpec, tmp_pa
     assert ask("status")["in_the_way"] == []
 
 
+def test_by_hand_outlives_its_terminal(spec: c.RunSpec, tmp_path: Path) -> None:
+    """Where nobody has the lease no guard would finish it. Production does not inherit that."""
+    now = subprocess.Popen(
+        [sys.executable, "-m", "hsx_host", "restore", "--now", "--spec", write_spec(spec, tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(lambda: (s := state.read_server(spec)) is not None and s.phase == "starting")
+    now.send_signal(signal.SIGHUP)
+    out, _ = now.communicate()
+    assert now.returncode == 0, out
+    answer = json.loads(out)
+    assert answer["problems"] == []
+    ignored = next(w for w in Path(f"/proc/{answer['pid']}/status").read_text().splitlines() if w.startswith("SigIgn"))
+    assert not int(ignored.split()[1], 16) & 1 << (signal.SIGHUP - 1)
+
+
 def test_status_names_a_stranger_and_a_broken_document(spec: c.RunSpec, tmp_path: Path) -> None:
     path = write_spec(spec, tmp_path)
     with socket.socket() as s:

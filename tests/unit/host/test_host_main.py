@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import signal
 import subprocess
 import sys
@@ -143,3 +145,24 @@ def test_progress_lines(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.M
         "progress": "extract", "done": 40, "total": 100, "tokens": 280, "bytes": 360, "rate": 40.0, "tok_s": 280.0,
         "eta": 1.5, "at": 1001.0,
     }  # fmt: skip
+
+
+def test_a_terminal_gets_lines_and_a_pipe_the_document(tmp_path: Path, spec_file: str) -> None:
+    """Progress too. What a person can't read is for programs."""
+    for name, word in (("status", "held by: nobody"), ("recover", "nothing: nobody has borrowed the host")):
+        master, slave = pty.openpty()
+        argv = [sys.executable, "-m", "hsx_host", name, "--spec", spec_file]
+        subprocess.run(argv, stdin=slave, stdout=slave, stderr=slave, check=True)
+        text = os.read(master, 1 << 16).decode()
+        for fd in (master, slave):
+            os.close(fd)
+        assert word in text
+        assert "{" not in text
+        piped = subprocess.run(argv, capture_output=True, text=True, check=True)
+        assert json.loads(piped.stdout)["type"].endswith(("Result", "Report"))
+
+
+def test_a_person_sees_progress_as_words(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True)
+    progress.Progress("soak production", 3).update(3)
+    assert capfd.readouterr().err.endswith(" soak production: 3 of 3\n")

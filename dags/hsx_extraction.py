@@ -30,7 +30,7 @@ from hsx_operators.fleet import ReassignOperator, ShareOperator
 from hsx_operators.hosts import DAG_ID, TAKE_OVER, dag_id_of
 from hsx_operators.plan import GateOperator, PlanOperator
 from hsx_operators.profile import FORMATS
-from hsx_operators.profile_files import default_profile, list_profiles, remarks
+from hsx_operators.profile_files import default_profile, remarks
 from hsx_operators.sensors import ServerHealthSensor
 from hsx_operators.servers import (
     AcquireHostOperator,
@@ -305,12 +305,11 @@ def own_dag(one: Shape) -> DAG:
 
 
 def form(names: list[str]) -> DAG:
-    """One DAG over all profiles of one host. A misspelt ``HSX_PROFILE`` stays the default: the run is refused by it."""
-    usual = default_profile()
-    default = usual if usual in names or usual not in list_profiles() else names[0]
+    """One DAG over all profiles of one host. A ``HSX_PROFILE`` that is none of them stays the default all the same: a
+    run by it is refused, while another default would take another host in silence."""
     for line in (wrong := remarks()):
         log.error("%s", line)
-    return extraction(DAG_ID, names, Shape(names[0], problem="\n".join(wrong)), default)
+    return extraction(DAG_ID, names, Shape(names[0], problem="\n".join(wrong)), default_profile(names))
 
 
 # One DAG with a form over all profiles of one host; and one for each profile that has several, or runs by itself: its

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,19 +65,21 @@ def profile_file(name: str) -> Path:
     raise ProfileError("profile", [f"profile = {name!r}: there is no such profile (known: {known})"])
 
 
-def default_profile() -> str:
+def default_profile(among: Sequence[str] = ()) -> str:
     """``$HSX_PROFILE``, else the first whose variables are all set: a person's own, the demo, then the others.
+
+    :param among: those that may be; all by default.
 
     A misspelt ``$HSX_PROFILE`` stays as it is: whoever uses it is told so, and gets no other host instead.
     """
     if chosen := os.environ.get("HSX_PROFILE", ""):
         return chosen
-    names = list_profiles()
+    names = list(among) or list_profiles()
     shipped = {f.stem for f in (INCLUDE / "profiles").glob("*.yaml")}
     for name in sorted(names, key=lambda n: (n in shipped, n != "demo")):
         try:
             text = profile_file(name).read_text(encoding="utf-8")
-        except (OSError, ValueError):
+        except (ProfileError, OSError, ValueError):
             continue
         needed = {m[1] for m in _VARIABLE.finditer(text) if m[2] is None}
         if needed <= set(os.environ):

@@ -120,8 +120,11 @@ def test_a_misspelt_usual_profile_is_told_and_nothing_else_runs_instead(
     assert DagSerialization.to_dict(dag)
     with pytest.raises(ParamValidationError, match="kimi-k25"):
         dag.params.validate()
-    monkeypatch.setenv("HSX_PROFILE", "fine")  # a profile with a DAG of its own is no mistake
+    monkeypatch.setenv("HSX_PROFILE", "fine")  # it has a DAG of its own: that is no mistake, and no reason for another
     assert remarks() == []
+    with pytest.raises(ParamValidationError, match="fine"):
+        dag_bag().dags[FORM].params.validate()
+    monkeypatch.delenv("HSX_PROFILE")
     dag_bag().dags[FORM].params.validate()
 
 

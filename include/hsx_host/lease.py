@@ -95,18 +95,31 @@ def renew(spec: RunSpec) -> Lease | None:
         return lease
 
 
-def expire(spec: RunSpec, *, by_hand: bool = False) -> Lease | None:
-    """Let the own lease lapse now, so that the guard gives the host back at once; what it was, or None.
-
-    :param by_hand: whoever has it.
-    """
+def expire(spec: RunSpec) -> Lease | None:
+    """Let the own lease lapse now, so that the guard gives the host back at once; what it was, or None."""
     with _locked(spec):
         lease = read(spec)
-        if lease is None or (lease.run_id != spec.run_id and not by_hand):
+        if lease is None or lease.run_id != spec.run_id:
             return None
         state.write_document(path(spec), replace(lease, expires=time.time(), until=0.0))
         state.journal(spec, "lease ended early: the guard takes over", holder=lease.run_id)
         return lease
+
+
+def take_back(spec: RunSpec) -> None:
+    """A person takes the host back: whoever's lease lapses now. Where nobody has it, a lapsed one is written, so that
+    guards finish what the person began. A disk that takes no lease has it removed."""
+    with _locked(spec):
+        now = time.time()
+        old = read(spec)
+        lapsed_one = replace(old or Lease(spec.run_id, now, now, procid.boot_id()), expires=now, until=0.0)
+        try:
+            state.write_document(path(spec), lapsed_one)
+        except (OSError, TryAgain):
+            if old is None:
+                raise
+            path(spec).unlink()
+        state.journal(spec, "lease ended by hand: production comes back", holder=old.run_id if old else "")
 
 
 def release(spec: RunSpec, grant: Lease | None = None) -> Lease | None:

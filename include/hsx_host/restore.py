@@ -17,7 +17,9 @@ from __future__ import annotations
 import signal
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from hsx_host import adopt, borrow, guards, inherited, jobs, launch, lease, leftovers, patch, procid, serve, state
@@ -65,23 +67,50 @@ def by_hand(spec: RunSpec, *, everybody: bool) -> RestoreReport:
     """Production back from any state. Documents of hsx that can't be read are set aside, never trusted."""
     if "hold.json" in set_broken_aside(spec):
         everybody = True  # whom it held off is not known any more
-    held = lease.read(spec)
-    try:
-        lease.hold(spec, held.run_id if held else spec.run_id, everybody=everybody)
-        lease.expire(spec, by_hand=True)
-        guards.watch(spec)  # they finish this, should it be cut off
-    except (OSError, HsxError) as e:
-        log(f"the lease can't be ended, production comes back all the same: {e}")
+    held, was_down = lease.read(spec), serve.mode_now(spec) in ("stopped", "extraction")
+    run_id = held.run_id if held else spec.run_id
+    problems: list[str] = []
+    with _told(problems, f"run {run_id} is not refused, mark it failed in Airflow"):
+        lease.hold(spec, run_id, everybody=everybody)
+    with _told(problems, f"the lease of run {run_id} can't be ended, it may take the host away again"):
+        lease.take_back(spec)
+    with _told([], "no guard would finish this, should it be cut off"):
+        guards.watch(spec)
     _end_other_transition(spec)
-    facts = serve.ensure(spec, "production", by_hand=True)
-    with state.transition(spec, wait_s=spec.production.start_timeout_s):
+    try:
+        facts = serve.ensure(spec, "production", by_hand=True)
+    except (OSError, HsxError):
+        if held is None:  # nobody had the host: without that lease its guards end, as none were there before
+            _release_lapsed(spec, problems)
+        raise
+    with (
+        _told(problems, "the capture plugin's files are still there"),
+        state.transition(spec, wait_s=spec.production.start_timeout_s, goal="production"),
+    ):
         current = state.read_server(spec)
         if current is not None and current.mode == "production":
             patch.revert(spec)
     leftovers.remove(spec)
-    if (left := lease.read(spec)) is not None and lease.lapsed(left):
-        lease.release(spec, left)
-    return proved(spec, facts)
+    _release_lapsed(spec, problems)
+    report = proved(spec, facts)  # a guard may have been first
+    return replace(report, changed=report.changed or was_down, problems=[*problems, *report.problems])
+
+
+def _release_lapsed(spec: RunSpec, problems: list[str]) -> None:
+    with _told(problems, "the lease that has ended can't be removed"):
+        left = lease.read(spec)
+        if left is not None and lease.lapsed(left):
+            lease.release(spec, left)
+
+
+@contextmanager
+def _told(problems: list[str], what: str) -> Iterator[None]:
+    """What a full or read-only disk keeps a person's command from is told, and keeps production from nothing."""
+    try:
+        yield
+    except (OSError, HsxError) as e:
+        log(f"{what}: {e}")
+        problems.append(f"{what}: {e}")
 
 
 def set_broken_aside(spec: RunSpec, *, leave: Collection[str] = ()) -> list[str]:

@@ -373,6 +373,68 @@ def test_by_hand_in_the_middle_of_a_start(spec: c.RunSpec, tmp_path: Path) -> No
     assert "transition ended by hand" in events(spec)
 
 
+@pytest.mark.parametrize("how", ["full", "read-only"])
+def test_by_hand_on_a_disk_that_takes_nothing_says_what_stays(
+    borrowed: c.RunSpec, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Production comes back, the run loses the host where a file can be removed, and what could not be done is told."""
+    two_guards(borrowed)
+
+    def no_room(path: Path, data: bytes, mode: int = 0o644) -> None:
+        if how == "read-only":
+            raise OSError(30, "Read-only file system", str(path))
+        raise TryAgain("no space", field="disk", value=path.parent, fix="make room")
+
+    unlink = Path.unlink
+
+    def fixed(path: Path, missing_ok: bool = False) -> None:
+        if path == lease.path(borrowed):
+            raise OSError(30, "Read-only file system", str(path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(state, "write_whole", no_room)
+    if how == "read-only":
+        monkeypatch.setattr(Path, "unlink", fixed)
+    report = restore.by_hand(borrowed, everybody=False)
+    monkeypatch.undo()
+    assert report.mode == "production"
+    told = "\n".join(report.problems)
+    assert "run run-1 is not refused, mark it failed in Airflow" in told
+    assert ("can't be ended, it may take the host away again" in told) == (how == "read-only")
+    assert (lease.read(borrowed) is None) == (how == "full")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_by_hand_and_cut_off_is_finished_by_guards(spec: c.RunSpec, tmp_path: Path, number: signal.Signals) -> None:
+    """Where nobody had the host too: production was down, or hung, by itself."""
+    broken = tmp_path / "broken"
+    spec = replace(with_env(spec, "production", FAKE_DIE_WHILE=str(broken)), lease_ttl_s=3.0)
+    up = serve.ensure(spec, "production")
+    os.kill(up.pid, signal.SIGKILL)
+    broken.touch()
+    command = [sys.executable, "-m", "hsx_host", "restore", "--now", "--spec", write_spec(spec, tmp_path)]
+    person = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    wait_for(lambda: "production did not come back" in events(spec))
+    person.send_signal(number)
+    person.wait(60)
+    broken.unlink()
+    wait_for(lambda: is_given_back(spec))
+    wait_for(lambda: not living_guards(spec))
+
+
+def test_by_hand_in_vain_leaves_nobody_at_it_who_was_not_there_before(
+    spec: c.RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "_PAUSES_S", (0.01, 0.01))
+    broken = tmp_path / "broken"
+    broken.touch()
+    spec = replace(with_env(spec, "production", FAKE_DIE_WHILE=str(broken)), lease_ttl_s=3.0)
+    with pytest.raises(TryAgain, match="for now"):
+        restore.by_hand(spec, everybody=False)
+    assert lease.read(spec) is None
+    wait_for(lambda: not living_guards(spec))
+
+
 def test_the_command_for_people_and_what_status_says(borrowed: c.RunSpec, tmp_path: Path) -> None:
     """``<home>/hsx_host``: no spec, no PYTHONPATH, from any folder; says who holds the host and what is in the way."""
     command = str(state.home(borrowed) / "hsx_host")

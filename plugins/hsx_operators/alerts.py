@@ -15,8 +15,8 @@ from airflow.sdk.definitions.deadline import BaseDeadlineReference, DeadlineAler
 
 from hsx_operators.base import run_key
 from hsx_operators.errors import ConfigError, HostHeld, HostTryAgain
-from hsx_operators.profile import load_profile
 from hsx_operators.retry import tries_before
+from hsx_operators.shapes import alerts_as_written, alerts_from
 from hsx_operators.unattended import Alerts, Event
 
 if TYPE_CHECKING:
@@ -26,16 +26,25 @@ log = logging.getLogger(__name__)
 
 
 def tell(context: Context, event: Event, text: str) -> None:
-    """Tell the notifier of the run's profile. An alert that can't be sent is logged and fails nothing.
+    """Tell the notifier of the run's profile, as frozen. An alert that can't be sent is logged and fails nothing.
 
     :param text: what happened, for ``{{ alert_text }}``.
     """
     try:
-        alerts = load_profile(str(context["params"]["profile"])).alerts
+        alerts = _of_run(context)
         if alerts.notifier and event in alerts.on:
             _send(alerts, {**context, "alert": event, "alert_text": text})
     except Exception:
         log.exception("the alert %s was not sent: %s", event, text)
+
+
+def _of_run(context: Context) -> Alerts:
+    """What the plan froze: a profile that somebody edits while production is down must not keep the alert from them.
+    Before there is a plan, what the file says now; mistakes elsewhere in it don't matter."""
+    profile = str(context["params"]["profile"])
+    run = context["ti"].xcom_pull(task_ids="plan", key=run_key())
+    frozen = run.get("alerts") if isinstance(run, dict) else None
+    return alerts_from(alerts_as_written(profile) if frozen is None else frozen, profile)
 
 
 class Alarm:
@@ -122,7 +131,7 @@ def deadline(profile: str, alerts: Alerts) -> DeadlineAlert | None:
 
 async def deadline_missed(profile: str, context: Any = None, **_: Any) -> None:
     """Called by the triggerer, with a context of the run's names alone."""
-    alerts = load_profile(profile).alerts
+    alerts = alerts_from(alerts_as_written(profile), profile)
     run = (context or {}).get("dag_run") or {}
     run_id = run.get("run_id") or run.get("dag_run_id") or "a run" if isinstance(run, dict) else run.run_id
     text = f"{run_id} of profile {profile} has not ended {alerts.deadline_hours:g} hours after it was queued"

@@ -20,6 +20,7 @@ from hsx_operators.hook import GpuHostHook, hook_of
 from hsx_operators.hosts import dag_id_of, spread
 from hsx_operators.profile import Profile, load_hosts
 from hsx_operators.published import reasons_kept
+from hsx_operators.shapes import alerts_as_written
 from hsx_operators.spec import build_spec, check_known, wants_failed
 from hsx_operators.window import end_for, rest_of
 
@@ -115,6 +116,7 @@ class PlanOperator(HostVerbOperator):
                 "when_held": profile.tasks.when_held,
                 "shard_retries": profile.tasks.shard_retries,
                 "lease_ttl_s": profile.tasks.lease_ttl_s,
+                "alerts": alerts_as_written(name),
             }
             facts = hook.run_verb(c.PreflightResult, ["preflight"], spec_path=host["spec_path"], timeout_s=300)
         for warning in facts.warnings:

@@ -94,6 +94,19 @@ def _part(profile: str, key: str, model: type[M], found: dict[str, Any]) -> M:
         raise ProfileError(f"profile {profile}", lines) from None
 
 
+def alerts_as_written(name: str) -> dict[str, Any]:
+    """A profile's section ``alerts`` as it stands in the file, its variables not replaced: fit for an XCom."""
+    body = read_body(name)
+    section = body.get("alerts") if isinstance(body, dict) else None
+    # YAML reads the key ``on`` as a boolean
+    return {"on" if key is True else str(key): value for key, value in section.items()} if section else {}
+
+
+def alerts_from(section: dict[str, Any], profile: str) -> Alerts:
+    """The settings that ``alerts_as_written`` stands for, with the variables of here; ProfileError names mistakes."""
+    return _part(profile, "alerts", Alerts, expanded({"alerts": section})[0])
+
+
 def pools() -> dict[str, dict[str, object]]:
     """One slot a host, deferred tasks counted, as ``airflow pools import`` reads it."""
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from hsx_operators import alerts
 from hsx_operators.errors import ConfigError, HostHeld, HostRefused, HostTryAgain, HostUnreachable, ProfileError
 from hsx_operators.plan import PlanOperator
 from hsx_operators.profile import load_profile, parse_hosts
-from hsx_operators.shapes import shape
+from hsx_operators.shapes import alerts_as_written, shape
 from hsx_operators.unattended import Alerts, Event
 
 REFUSED = HostRefused("disk", c.ErrorDoc("refused", "short by 3 GiB"))
@@ -62,7 +63,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple
 
 
 def context(exception: BaseException | None = None) -> Any:
-    ti = SimpleNamespace(dag_id="d", run_id="r", task_id="probe")
+    ti = SimpleNamespace(dag_id="d", run_id="r", task_id="probe", xcom_pull=lambda **_: None)
     return {"params": {"profile": "p"}, "ti": ti, "exception": exception}
 
 
@@ -115,6 +116,33 @@ def test_somebody_is_woken_at_the_first_failure_already(
     alerts.ProductionAlarm(first_try=True)(given_back(error, try_number))
     assert len(told) == heard
     assert not told or "is tried again" in told[0][1]
+
+
+@pytest.mark.parametrize("now", ["host: [", "gone", "changed", "elsewhere"])
+def test_a_profile_that_is_edited_while_production_is_down_keeps_no_alert_back(
+    tmp_path: Path, told: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch, now: str
+) -> None:
+    """The plan froze whom to tell, with its variables unreplaced: they may hold secrets, and an XCom shows them."""
+    monkeypatch.setenv("ALERT_NAME", "night shift")
+    write(tmp_path, "p", body(alerts={**ON, "args": {"subject": "${ALERT_NAME}"}, "on": ["production_not_restored"]}))
+    frozen = json.loads(json.dumps(alerts_as_written("p")))
+    assert frozen["args"] == {"subject": "${ALERT_NAME}"}
+    if now == "gone":
+        (tmp_path / "p.yaml").unlink()
+    else:
+        write(tmp_path, "p", now if now == "host: [" else body(shard=7) if now == "elsewhere" else body(alerts={}))
+    alerts.ProductionAlarm()(given_back(DOWN, alerts=frozen))
+    assert [subject for subject, _ in told] == ["night shift"]
+
+
+def test_before_there_is_a_plan_mistakes_elsewhere_in_the_file_keep_no_alert_back(
+    tmp_path: Path, told: list[tuple[str, str]]
+) -> None:
+    written = yaml.safe_dump(body(alerts=ON, shard=7)).replace("alerts:\n", "alerts:\n  on: [disk_short]\n")
+    write(tmp_path, "p", written)  # an unquoted on, as a person writes it
+    alerts.tell(context(), "disk_short", "x")
+    alerts.tell(context(), "probe_failed", "x")
+    assert [event for event, _ in told] == ["disk_short"]
 
 
 def test_a_host_that_was_never_borrowed_wakes_nobody(tmp_path: Path, told: list[tuple[str, str]]) -> None:

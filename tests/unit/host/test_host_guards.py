@@ -475,7 +475,7 @@ def test_the_command_for_people_and_what_status_says(borrowed: c.RunSpec, tmp_pa
 
 
 def test_by_hand_outlives_its_terminal(spec: c.RunSpec, tmp_path: Path) -> None:
-    """Where nobody has the lease no guard would finish it. Production does not inherit that."""
+    """It goes on by itself. Production does not inherit that."""
     now = subprocess.Popen(
         [sys.executable, "-m", "hsx_host", "restore", "--now", "--spec", write_spec(spec, tmp_path)],
         stdout=subprocess.PIPE,

@@ -24,9 +24,9 @@ from typing import Any
 from hsx_host import converted, fill, formats, proof, state, verify
 from hsx_host.contract import ConvertedFormat, ConvertResult, RunSpec
 from hsx_host.converted import Collection, ConvertedSet
-from hsx_host.errors import BadInput, TryAgain
+from hsx_host.errors import BadInput, Refused, TryAgain
 from hsx_host.fingerprint import opened
-from hsx_host.manifest import Ledger, Published, published_lines, rewrite
+from hsx_host.manifest import Ledger, Published, newest, read_lines, rewrite
 from hsx_host.norm import FinalNorm
 from hsx_host.progress import Progress
 
@@ -110,6 +110,11 @@ def write(
         progress, written = Progress(f"convert {form.NAME}", len(lines)), [0, 0]
 
         def one(line: Published) -> None:
+            if why := converted.file_wrong(source.base, line, source.form, source.shape, True):
+                raise Refused(
+                    f"row {line.index}: {line.file}: {why}", field="--source", value=source.base,
+                    fix="make the sample again: verify --deep, then extract its shard (or convert to this folder)",
+                )  # fmt: skip
             sample = source.form.load(source.base / line.file, source.shape)
             if rule is not None:
                 final = rule.apply(sample["planes"][-1]) if norm == "apply" else rule.undo(sample["planes"][-1])
@@ -199,7 +204,7 @@ def _settle(out: Path, here: ConvertedSet, source: Collection) -> dict[int, Publ
         shutil.copyfile(source.norm_file, norm)
     if known is None:
         state.write_document(out / converted.MEANING, here)
-    return published_lines(out / converted.SAMPLES)
+    return newest(read_lines(out / converted.SAMPLES, Published, repair=True)[0])
 
 
 def _done(out: Path, line: Published, have: Published | None, source: Collection, form: formats.Format) -> bool:

@@ -32,6 +32,7 @@ from hsx_host.manifest import (
     remove_second_manifests,
     resume,
     rewrite,
+    settle_failures,
 )
 from hsx_host.progress import log
 from hsx_host.shards import ShardFiles, ShardInput, read_input, row_numbers, shard_name
@@ -93,9 +94,17 @@ class _Shard:
                     self._extract(asked)
             finally:
                 shutil.rmtree(self._files.tmp, ignore_errors=True)
+            self._keep_failures()
         summary = self._summary(len(todo), time.monotonic() - began)
         self._verdict(summary)
         return summary
+
+    def _keep_failures(self) -> None:
+        """What failed before and was not asked for in this window is a failure still, and no sample just left over."""
+        known = settle_failures(self._files.failures, self._input.hashes(), self._published)
+        older = {row: line for row, line in known.items() if row not in self._failed}
+        self._failed |= older
+        self._left -= len(older)
 
     def _window_ended(self) -> bool:
         return bool(self._stop_after) and time.time() >= self._stop_after
@@ -124,8 +133,7 @@ class _Shard:
         if gone:
             log(f"removed {len(gone)} files that are not in the manifest: {', '.join(gone[:5])}")
         todo = [i for i, row in enumerate(self._input.rows.tolist()) if row not in self._published]
-        if self._files.failures.exists() and self._files.failures.stat().st_size:  # their rows get a new verdict now
-            rewrite(self._files.failures, [])
+        settle_failures(self._files.failures, hashes, self._published)  # the others count until their next verdict
         lengths = self._input.offsets[1:] - self._input.offsets[:-1]
         return sorted(todo, key=lambda i: -int(lengths[i]))
 

@@ -6,6 +6,7 @@ name; a file without a line does not count, and a line whose file is missing or 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -57,31 +58,55 @@ class Damaged:
 # How the reasons begin why a line does not count, though its file is there.
 CUT, DAMAGED = "has a file", "was found damaged"
 
+_PIECE = 4096
+
 Line = TypeVar("Line", Published, Failed, Damaged)
 
 
 class Ledger(Generic[Line]):
-    """An append-only file of typed lines. One process writes (it holds the shard's lock); anyone reads."""
+    """An append-only file of typed lines; anyone reads.
+
+    A line that a killed writer left half written is cut off before the next one, which would else become part of it.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
 
     def append(self, *lines: Line) -> None:
         """Write lines and make them last, all or none: what could not be written whole (ENOSPC) is cut off again."""
-        data = "".join(encode(line) + "\n" for line in lines).encode()
-        size = os.fstat(self._fd).st_size
+        data = _text(lines)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)  # of this file alone: two that verify may note damage at once
         try:
-            while data:
-                data = data[os.write(self._fd, data) :]
-            os.fsync(self._fd)
-        except OSError:
-            os.ftruncate(self._fd, size)
-            raise
+            size = _cut_half(self._fd)
+            try:
+                while data:
+                    data = data[os.write(self._fd, data) :]
+                os.fsync(self._fd)
+            except OSError:
+                os.ftruncate(self._fd, size)
+                raise
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def _cut_half(fd: int) -> int:
+    """Cut off what stands behind the last whole line; the size of what is left."""
+    size = end = os.fstat(fd).st_size
+    while end:
+        at = max(0, end - _PIECE)
+        newline = os.pread(fd, end - at, at).rfind(b"\n")
+        if newline >= 0:
+            end = at + newline + 1
+            break
+        end = at
+    if end < size:
+        os.ftruncate(fd, end)
+    return end
 
 
 def read_lines(path: Path, cls: type[Line], *, repair: bool = False) -> tuple[list[Line], bool]:
@@ -128,7 +153,11 @@ def newest(lines: Iterable[Line]) -> dict[int, Line]:
 def rewrite(path: Path, lines: Iterable[Published | Failed]) -> None:
     """Put other lines in the file's place, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, "".join(encode(line) + "\n" for line in lines).encode())
+    write_whole(path, _text(lines))
+
+
+def _text(lines: Iterable[Published | Failed | Damaged]) -> bytes:
+    return "".join(encode(line) + "\n" for line in lines).encode()
 
 
 def standing(dataset: Path, line: Published, ids_hash: bytes | None) -> str:
@@ -247,6 +276,15 @@ def published_lines(path: Path) -> dict[int, Published]:
 
 
 def failures(path: Path) -> dict[int, Failed]:
-    """The failure that counts for each row."""
-    lines: tuple[list[Any], bool] = read_lines(path, Failed)
+    """The failure that counts for each row. A cut line names none: its row is missing, and is tried again."""
+    lines: tuple[list[Any], bool] = read_lines(path, Failed, repair=True)
     return newest(lines[0])
+
+
+def settle_failures(path: Path, hashes: Mapping[int, bytes], published: Mapping[int, Published]) -> dict[int, Failed]:
+    """The failures that still count: of samples of the plan that are not published. Other lines leave the file."""
+    known = failures(path)
+    left = {row: f for row, f in known.items() if row not in published and f.ids_hash == hashes.get(row, b"").hex()}
+    if path.exists() and path.read_bytes() != (whole := _text(left.values())):
+        write_whole(path, whole)
+    return left

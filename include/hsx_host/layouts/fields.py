@@ -129,3 +129,14 @@ def crc_of(path: Path, offset: int, length: int) -> int:
     finally:
         os.close(fd)
     return crc
+
+
+def pwrite_all(fd: int, data: bytes | bytearray, offset: int) -> None:
+    """Write all of ``data``: the kernel may take a part only (a full disk, a quota), and tells so by its count.
+
+    :raises OSError: what kept the rest from being written.
+    """
+    view = memoryview(data)
+    while view:
+        done = os.pwrite(fd, view, offset)
+        view, offset = view[done:], offset + done

@@ -18,7 +18,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from hsx_host.formats import Laid, Shape
-from hsx_host.layouts.fields import Field, as_sample, laid, planes_of, split, text
+from hsx_host.layouts.fields import Field, as_sample, laid, planes_of, pwrite_all, split, text
 from hsx_host.spool import Plane
 
 _ALIGN = 64
@@ -47,10 +47,10 @@ class SafetensorsFile:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             os.ftruncate(fd, size)
-            os.pwrite(fd, header, 0)
+            pwrite_all(fd, header, 0)
             for field, offset in zip(fields, offsets, strict=True):
                 if field.is_text:
-                    os.pwrite(fd, texts[field.record], offset)
+                    pwrite_all(fd, texts[field.record], offset)
         finally:
             os.close(fd)
         return laid(zip(fields, offsets, strict=True), size, texts, shape, {})
@@ -61,7 +61,7 @@ class SafetensorsFile:
         done = {f.record: crcs[f.holds[0]] for f in fields}
         fd = os.open(path, os.O_WRONLY)
         try:
-            os.pwrite(fd, _header(fields, done), 0)
+            pwrite_all(fd, _header(fields, done), 0)
         finally:
             os.close(fd)
         return done

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from hsx_host.dataset import identity
 from hsx_host.formats import Laid, Shape
 from hsx_host.layouts import torchsave
-from hsx_host.layouts.fields import Field, as_sample, laid, planes_of, split, text
+from hsx_host.layouts.fields import Field, as_sample, laid, planes_of, pwrite_all, split, text
 from hsx_host.layouts.torchsave import Skeleton, Tensor
 from hsx_host.layouts.torchzip import records
 from hsx_host.spool import Plane
@@ -60,7 +60,7 @@ class TorchFile:
             for field in fields:
                 if not field.is_text:
                     for at in made.crc_at[field.record]:
-                        os.pwrite(fd, struct.pack("<I", done[field.record]), at)
+                        pwrite_all(fd, struct.pack("<I", done[field.record]), at)
         finally:
             os.close(fd)
         return done

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hsx_host.checksum import crc32
-from hsx_host.layouts.fields import ITEM_BYTES
+from hsx_host.layouts.fields import ITEM_BYTES, pwrite_all
 
 _ALIGN = 64
 _ARCHIVE = "archive"
@@ -81,7 +81,7 @@ class Skeleton:
         try:
             os.ftruncate(fd, self.size)
             for offset, run in runs:
-                os.pwrite(fd, run, offset)
+                pwrite_all(fd, run, offset)
         finally:
             os.close(fd)
 

@@ -516,3 +516,28 @@ def test_samples_that_failed_stay_failures_after_the_window(shard: c.RunSpec, se
     with h.refuses(TryAgain, "failures.jsonl", "row 2 after 3 tries"):
         extract.run(shard, Namespace(shard=0, stop_after=1.0))
     assert [line.index for line in read_lines(files_of(shard).failures, Failed)[0]] == [2]
+
+
+def test_a_failure_stays_in_the_ledger_until_its_sample_gets_another_verdict(
+    shard: c.RunSpec, server: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A try that does not come to a sample says nothing of it: no server, a server that dies, a window that ends."""
+    server.change = lambda answer, record: (answer, planes(record, finite=record.rows not in (5, 7)))  # rows 0 and 2
+    with h.refuses(TryAgain, "failures.jsonl", "2 of 6 samples"):
+        extracted(shard)
+    before = files_of(shard).failures.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(borrow, "extraction_server", lambda spec: (_ for _ in ()).throw(TryAgain("the host is held")))
+        with h.refuses(TryAgain, "", "held"):
+            extracted(shard)
+    assert files_of(shard).failures.read_bytes() == before
+    assert plan.run(shard, Namespace(dry_run=False, failed=True)).todo == 2
+    server.change, one_at_a_time = None, replace(shard, data=replace(shard.data, concurrency=1))
+    with monkeypatch.context() as patch:  # the window ends behind the first of the two, the longer one
+        patch.setattr(extract._Shard, "_window_ended", lambda self: bool(server.rids[12:]))
+        server.rids += ["asked before"] * (12 - len(server.rids))
+        with h.refuses(TryAgain, "failures.jsonl", "1 of 6 samples", "row 0 after 3 tries"):
+            extracted(one_at_a_time)
+    assert [line.index for line in read_lines(files_of(shard).failures, Failed)[0]] == [0]
+    assert extracted(shard).extracted == 1
+    assert files_of(shard).failures.read_bytes() == b""

@@ -244,3 +244,51 @@ def test_arrow_has_no_gaps_where_rows_do(tmp_path: Path) -> None:
         assert len(one["input_ids"]) == one["seq_len"] == 5 + int(one["row"])
     assert not (dataset / "speculators/hidden_states/hs_7.safetensors").exists()
     assert verify.run(spec, Namespace(deep=True, shard=None, window_ended=False)).ok
+
+
+@pytest.mark.parametrize("plane", ["layer_1", "final", "input_ids", "loss_mask"])
+def test_a_damaged_sample_is_not_converted(made: tuple[c.RunSpec, Path], tmp_path: Path, plane: str) -> None:
+    """Its copy would have right checksums of wrong data."""
+    spec, dataset = made
+    path = dataset / "v1/data_3.pt"
+    at = formats.get("speculators_v1").check(path, 8, h.SHAPE)[1][plane][0] + 3
+    with path.open("r+b") as f:
+        f.seek(at)
+        byte = f.read(1)[0]
+        f.seek(at)
+        f.write(bytes([byte ^ 1]))
+    out = tmp_path / "sf"
+    with h.refuses(Refused, "--source", "row 3", f"{plane} does not match its checksum", "extract its shard"):
+        convert.run(spec, arguments(out=str(out)))
+    assert not (out / "rows_0-2000/data_3.ckpt").exists()
+    with path.open("r+b") as f:
+        f.seek(at)
+        f.write(bytes([byte]))
+    assert convert.run(spec, arguments(out=str(out))).formats[0].samples == 10
+
+
+@pytest.mark.parametrize("glued", [False, True])
+def test_goes_on_behind_half_a_line(made: tuple[c.RunSpec, Path], tmp_path: Path, glued: bool) -> None:
+    """Killed while a line was written, twice; ``glued``: lines that were written behind a half one."""
+    spec, _ = made
+    out = tmp_path / "sf"
+    convert.run(spec, arguments(out=str(out)))
+    samples = out / converted.SAMPLES
+    for _ in range(2):
+        lines = samples.read_bytes().splitlines(keepends=True)
+        samples.write_bytes(b"".join(lines[:4]) + lines[5][:40] + (b"".join(lines[6:8]) if glued else b""))
+        assert convert.run(spec, arguments(out=str(out))).formats[0].samples == 10
+        assert len(samples.read_bytes().splitlines()) == 10
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_writes_that_take_a_part_only_go_on(
+    made: tuple[c.RunSpec, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    spec, _ = made
+    plain = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: plain(fd, bytes(data)[: max(1, len(data) // 2)], at))
+    convert.run(spec, arguments(format=name, out=str(tmp_path / "other"), limit=3))
+    monkeypatch.undo()
+    assert not list(converted.problems(tmp_path / "other", deep=True))
+    assert len(samples_of(tmp_path / "other")) == 3

@@ -11,9 +11,9 @@ import host_data as h
 import pytest
 
 from hsx_host import contract as c
-from hsx_host import plan
+from hsx_host import plan, verify
 from hsx_host.errors import Refused
-from hsx_host.manifest import Failed, Ledger, Published, newest, read_lines, remove_leftovers, resume
+from hsx_host.manifest import Failed, Ledger, Published, failures, newest, read_lines, remove_leftovers, resume
 from hsx_host.shards import ShardFiles, read_input
 
 
@@ -116,3 +116,29 @@ def test_a_line_that_did_not_fit_is_cut_off_again(tmp_path: Path, monkeypatch: p
     monkeypatch.undo()
     ledger.append(Failed(3, 2, "cc", "why", 3, 1.0))
     assert [line.index for line in read_lines(path, Failed)[0]] == [1, 3]
+
+
+@pytest.mark.parametrize("size", [1, 30, 9000])
+def test_a_line_behind_a_half_written_one_is_a_line_of_its_own(tmp_path: Path, size: int) -> None:
+    """Whatever the ledger: a killed writer's half line is no part of the next one's first."""
+    path = tmp_path / "any.jsonl"
+    for i in (1, 2):
+        ledger: Ledger[Failed] = Ledger(path)
+        ledger.append(Failed(i, 2, "aa", "why", 3, 1.0))
+        ledger.close()
+        with path.open("ab") as f:
+            f.write(b"{" * size)
+    Ledger(path).append(Failed(3, 2, "aa", "why", 3, 1.0))
+    assert [line.index for line in read_lines(path, Failed)[0]] == [1, 2, 3]
+    only = tmp_path / "only.jsonl"
+    only.write_bytes(b"{" * size)
+    Ledger(only).append(Failed(4, 2, "aa", "why", 3, 1.0))
+    assert [line.index for line in read_lines(only, Failed)[0]] == [4]
+
+
+def test_a_cut_failure_stops_neither_plan_nor_verify(made: tuple[c.RunSpec, Path, ShardFiles]) -> None:
+    spec, _, files = made
+    files.failures.write_bytes(b'{"index": 1, "tok\n{"index": 2,')
+    assert failures(files.failures) == {}
+    assert plan.run(spec, Namespace(dry_run=False, failed=True)).valid == 4
+    assert verify.run(spec, Namespace(deep=False, shard=None, window_ended=False)).ok

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
-from airflow.sdk import DAG, Param
+from airflow.sdk import DAG, Param, XComArg, task_group
 
 from hsx_operators.extraction import HIDDEN_STATES
 from hsx_operators.training import (
@@ -28,6 +29,24 @@ Clear `train` (with *downstream*): the same data set trains in the same folder, 
 ### By hand
 Trigger it with a profile: its own data set is trained on, or the one whose `handoff.json` is named.
 """
+
+
+@task_group(group_id="trainings", prefix_group_id=False)
+def training(handoff: XComArg) -> None:
+    """One data set. A group of its own for each: where one can't be trained on, the others are."""
+    # Words around the name: a data set or a profile called 2026 would be rendered as a number, which is no label.
+    check = CheckHandoffOperator(
+        task_id="check_handoff",
+        handoff=handoff,
+        map_index_template="data set {{ task.handoff['dataset_id'] or task.handoff['profile'] }}",
+        **CheckHandoffOperator.partial_defaults,
+    )
+    named: dict[str, Any] = {"map_index_template": "data set {{ task.run['dataset_id'] }}"}
+    train = TrainOperator(task_id="train", run=check.output, **named, **TrainOperator.partial_defaults)
+    AcceptanceOperator(
+        task_id="acceptance", run=train.output, outlets=[DRAFTER], **named, **AcceptanceOperator.partial_defaults
+    )
+
 
 with DAG(
     dag_id="hsx_training",
@@ -59,17 +78,4 @@ with DAG(
 ) as dag:
     handoffs = ReadHandoffsOperator(task_id="handoffs")
     # Words around the name: a data set or a profile called 2026 would be rendered as a number, which is no label.
-    check = CheckHandoffOperator.partial(
-        task_id="check_handoff",
-        map_index_template="data set {{ task.handoff['dataset_id'] or task.handoff['profile'] }}",
-        **CheckHandoffOperator.partial_defaults,
-    ).expand(handoff=handoffs.output)
-    train = TrainOperator.partial(
-        task_id="train", map_index_template="data set {{ task.run['dataset_id'] }}", **TrainOperator.partial_defaults
-    ).expand(run=check.output)
-    AcceptanceOperator.partial(
-        task_id="acceptance",
-        map_index_template="data set {{ task.run['dataset_id'] }}",
-        outlets=[DRAFTER],
-        **AcceptanceOperator.partial_defaults,
-    ).expand(run=train.output)
+    training.expand(handoff=handoffs.output)

@@ -32,7 +32,8 @@ class ReadHandoffsOperator(BaseOperator):
     """Which data sets are to be trained on: those of the Asset's events, or the one that the Params name.
 
     Several events of one data set are one training, on its newest hand-off. A data set whose profile has no training is
-    left out and named in the log. The XCom is a list of ``{"profile", "handoff", "manifest", "dataset_id"}``.
+    left out and named in the log; one whose profile can't be read fails in its own check. The XCom is a list of
+    ``{"profile", "handoff", "manifest", "dataset_id"}``.
     """
 
     ui_color = "#f3e6c8"
@@ -52,7 +53,12 @@ class ReadHandoffsOperator(BaseOperator):
             return found
         kept = []
         for one in found:
-            if load_profile(one["profile"]).training is None:
+            try:
+                none = load_profile(one["profile"]).training is None
+            except errors.ProfileError as e:  # the event won't come again: this data set's own check fails with it
+                self.log.error("%s: %s", one["dataset_id"], e)
+                none = False
+            if none:
                 self.log.warning("%s: profile %s has no training", one["dataset_id"], one["profile"])
             else:
                 self.log.info("%s: %s", one["dataset_id"], one["handoff"])
@@ -80,7 +86,7 @@ def from_events(extras: list[dict[str, Any]]) -> list[dict[str, str]]:
 class CheckHandoffOperator(BaseOperator):
     """Freezes the training, ships the program to the training host and checks the hand-off there.
 
-    Mapped: one task a data set. Its XCom says to the tasks behind it where the host is and what is to be trained.
+    In a mapped group: one a data set. Its XCom says to the tasks behind it where the host is and what is to be trained.
 
     :param handoff: one entry of ``ReadHandoffsOperator``.
     """
@@ -139,7 +145,7 @@ def _host(spec: c.RunSpec, python: str, home: str) -> dict[str, Any]:
 
 
 class TrainingVerbOperator(HostVerbOperator):
-    """A verb on the training host. Mapped: ``run`` is the XCom of the task before it.
+    """A verb on the training host. In a mapped group: ``run`` is the XCom of the task before it.
 
     It takes no slot of the extraction's pool: a training of days must not keep the nightly run waiting.
 

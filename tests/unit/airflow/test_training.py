@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from airflow.sdk import DAG
 from airflow.sdk.definitions.mappedoperator import MappedOperator
+from airflow.sdk.definitions.taskgroup import MappedTaskGroup
 
 from hsx_host import contract as c
 from hsx_operators.errors import ConfigError
@@ -17,7 +18,7 @@ from hsx_operators.plan import HANDOFF_MISSED, SKIPPED_BECAUSE, GateOperator
 from hsx_operators.profile import ProfileError, load_profile, parse_profile
 from hsx_operators.spec import build_spec
 from hsx_operators.topup import TopUpOperator
-from hsx_operators.training import ReadHandoffsOperator, TrainOperator, from_events
+from hsx_operators.training import CheckHandoffOperator, ReadHandoffsOperator, TrainOperator, from_events
 
 REPO = Path(__file__).resolve().parents[3]
 TRAINING: dict[str, Any] = {
@@ -70,7 +71,7 @@ def test_a_mapped_task_s_label_is_a_text_whatever_the_data_set_is_called(dag: DA
     """Airflow renders it as it renders fields: natively, where a text that looks like a number becomes one."""
     for task_id, field in (("check_handoff", "handoff"), ("train", "run"), ("acceptance", "run")):
         task: Any = dag.get_task(task_id)
-        template = dag.get_template_env().from_string(task.partial_kwargs["map_index_template"])
+        template = dag.get_template_env().from_string(task.map_index_template)
         for said in ({"dataset_id": name, "profile": "p"}, {"dataset_id": "", "profile": name}):
             if said["dataset_id"] or field == "handoff":
                 assert template.render(task=SimpleNamespace(**{field: said})) == f"data set {name}"
@@ -85,7 +86,9 @@ def test_it_is_started_by_the_asset_and_serializes(dag: DAG) -> None:
     assert [t.task_id for t in dag.topological_sort()] == ["handoffs", "check_handoff", "train", "acceptance"]
     for name in ("check_handoff", "train", "acceptance"):
         task = dag.get_task(name)
-        assert isinstance(task, MappedOperator)
+        # one group a data set: a check that fails keeps no other data set from its training
+        assert isinstance(task.task_group, MappedTaskGroup)
+        assert not isinstance(task, MappedOperator)
         assert task.retries == 3
         assert task.pool == "default_pool", "a training must not keep the extraction's slot"
     assert [o.name for o in dag.get_task("acceptance").outlets] == ["hsx_drafter"]
@@ -124,6 +127,27 @@ def test_an_event_of_a_profile_without_training_is_left_out(monkeypatch: pytest.
         "params": {}, "dag_run": type("Run", (), {"conf": {}})(), "triggering_asset_events": {HIDDEN_STATES: events}
     }  # fmt: skip
     assert ReadHandoffsOperator(task_id="handoffs").execute(context) == []
+
+
+def test_one_profile_that_cannot_be_read_fails_in_its_own_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hsx_operators.extraction import HIDDEN_STATES
+
+    def load(name: str) -> Any:
+        if name == "renamed":
+            raise ProfileError("profile", [f"profile = {name!r}: there is no such profile"])
+        return profile_with(TRAINING)
+
+    monkeypatch.setattr("hsx_operators.training.load_profile", load)
+    extras = [event("a", 1), {**event("b", 2), "profile": "renamed"}]
+    events = [type("Event", (), {"extra": extra})() for extra in extras]
+    context: Any = {
+        "params": {}, "dag_run": type("Run", (), {"conf": {}})(), "triggering_asset_events": {HIDDEN_STATES: events},
+        "run_id": "r",
+    }  # fmt: skip
+    found = ReadHandoffsOperator(task_id="handoffs").execute(context)
+    assert [one["dataset_id"] for one in found] == ["a", "b"]
+    with pytest.raises(ProfileError, match="'renamed': there is no such profile"):
+        CheckHandoffOperator(task_id="check", handoff=found[1]).execute(context)
 
 
 def test_the_job_goes_to_the_training_host() -> None:

@@ -33,10 +33,10 @@ def window_end(nightly: Nightly, param: str, run_type: str, now: float) -> float
     except (TypeError, ValueError):
         raise ConfigError("is not a time of day", field="stop_after", value=clock, fix="write it as 05:00") from None
     here = datetime.fromtimestamp(now, ZoneInfo(nightly.timezone))
-    end = datetime.combine(here.date(), at, here.tzinfo)
-    if end.timestamp() <= now:
-        end = datetime.combine(here.date() + timedelta(days=1), at, here.tzinfo)
-    return end.timestamp()
+    # fold: the clock that is set back shows a time twice
+    times = [(here.date() + timedelta(days=day), at.replace(fold=fold)) for day in (0, 1) for fold in (0, 1)]
+    ends = (datetime.combine(day, time_, here.tzinfo).timestamp() for day, time_ in times)
+    return next(end for end in ends if end > now)
 
 
 def end_for(nightly: Nightly, param: str, dag_run: Any) -> float:

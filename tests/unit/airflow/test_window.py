@@ -48,6 +48,13 @@ def test_the_next_time_that_the_clock_shows_it() -> None:
         assert found.timestamp() - night.timestamp() == hours * 3600
 
 
+def test_the_hour_that_comes_twice_has_its_end_twice() -> None:
+    first, again = (datetime(2026, 10, 25, 2, 10, tzinfo=BERLIN, fold=fold) for fold in (0, 1))
+    nightly = Nightly(timezone="Europe/Berlin", stop_after="02:30")
+    for now in (first, again):
+        assert window.window_end(nightly, "", "scheduled", now.timestamp()) - now.timestamp() == 20 * 60
+
+
 @pytest.mark.parametrize(
     ("param", "run_type", "hour"),
     [

@@ -12,7 +12,6 @@ the data set's dtype); after -> before needs ``--approximate``, divides by the n
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
@@ -48,6 +47,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(spec: RunSpec, args: Namespace) -> ConvertResult:
     """Convert what is published; BadInput where nothing is, or an argument does not fit."""
+    for field in ("limit", "min_tokens", "max_tokens"):
+        if getattr(args, field) < 0:
+            raise BadInput(
+                "is less than 0", field=f"--{field.replace('_', '-')}", value=getattr(args, field),
+                fix="give a number of 1 or more, or leave it out for all",
+            )  # fmt: skip
     part = bool(args.shards or args.limit or args.min_tokens or args.max_tokens)
     if (part or args.source) and not (args.format and args.out):
         raise BadInput(
@@ -200,8 +205,9 @@ def _settle(out: Path, here: ConvertedSet, source: Collection) -> dict[int, Publ
         )
     converted.sweep(out)
     norm = out / proof.NORM_FILE
-    if not norm.exists():
-        shutil.copyfile(source.norm_file, norm)
+    weight = source.norm_file.read_bytes()
+    if not norm.exists() or norm.read_bytes() != weight:
+        state.write_whole(norm, weight)
     if known is None:
         state.write_document(out / converted.MEANING, here)
     return newest(read_lines(out / converted.SAMPLES, Published, repair=True)[0])

@@ -17,7 +17,7 @@ from hsx_host import convert, converted, drafter, formats, proof, state, verify
 from hsx_host.contract import ContractError, HandoffResult, RunSpec, decode
 from hsx_host.errors import BadInput, Refused, TryAgain
 from hsx_host.fingerprint import DatasetSemantics, opened
-from hsx_host.manifest import Published
+from hsx_host.manifest import Published, damaged_path
 from hsx_host.shards import ShardFiles, shard_ids
 
 _FINALS = {
@@ -179,10 +179,15 @@ def is_current(dataset: Path) -> bool:
 
 
 def manifest_sha256(dataset: Path) -> str:
-    """SHA-256 over all manifests, in the order of the shards: it changes when any published sample does."""
+    """SHA-256 over all manifests, in the order of the shards: it changes when any published sample does, and when
+    ``verify`` finds one damaged.
+    """
     digest = hashlib.sha256()
     for shard in shard_ids(dataset):
-        path = ShardFiles(dataset, shard).manifest
-        if path.exists():
-            digest.update(f"{shard}\n".encode() + path.read_bytes())
+        manifest = ShardFiles(dataset, shard).manifest
+        if manifest.exists():
+            digest.update(f"{shard}\n".encode() + manifest.read_bytes())
+        damaged = damaged_path(manifest)
+        if damaged.exists() and (found := damaged.read_bytes()):
+            digest.update(f"{shard} damaged\n".encode() + found)
     return digest.hexdigest()

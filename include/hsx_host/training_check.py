@@ -32,7 +32,7 @@ def run(spec: RunSpec, args: Namespace) -> HandoffCheck:
         _stale(handoff, f"the hand-off's manifests have the hash {handoff.manifest_sha256}, expected {args.manifest}")
     found = manifest_sha256(dataset)
     if found != handoff.manifest_sha256:
-        _stale(handoff, f"the manifests have the hash {found} now")
+        _stale(handoff, f"the manifests, with what verify found damaged, have the hash {found} now")
     data = handoff.formats.get(settings.format, "")
     if not data or not Path(data).is_dir():
         raise Refused(

@@ -199,6 +199,9 @@ def test_goes_on_where_it_was_stopped(made: tuple[c.RunSpec, Path], tmp_path: Pa
         ({"out": ""}, "--out"),
         ({"out": "", "limit": 3}, "--out"),
         ({"source": "nowhere"}, "--source"),
+        ({"limit": -1, "out": "x"}, "--limit"),
+        ({"min_tokens": -1}, "--min-tokens"),
+        ({"max_tokens": -5}, "--max-tokens"),
     ],
 )
 def test_bad_arguments(made: tuple[c.RunSpec, Path], tmp_path: Path, change: dict[str, Any], field: str) -> None:
@@ -292,3 +295,15 @@ def test_writes_that_take_a_part_only_go_on(
     monkeypatch.undo()
     assert not list(converted.problems(tmp_path / "other", deep=True))
     assert len(samples_of(tmp_path / "other")) == 3
+
+
+@pytest.mark.parametrize("damage", ["cut", "other"])
+def test_a_kept_norm_is_whole_and_the_sources(made: tuple[c.RunSpec, Path], tmp_path: Path, damage: str) -> None:
+    """A copy that a kill cut short does not stay."""
+    spec, dataset = made
+    out = tmp_path / "sf"
+    convert.run(spec, arguments(out=str(out)))
+    data = (dataset / proof.NORM_FILE).read_bytes()
+    (out / proof.NORM_FILE).write_bytes(data[:50] if damage == "cut" else data[:-1] + bytes([data[-1] ^ 1]))
+    convert.run(spec, arguments(out=str(out)))
+    assert (out / proof.NORM_FILE).read_bytes() == data

@@ -166,6 +166,26 @@ def test_broken_files_are_named(tmp_path: Path, name: str, data: Any, word: str)
         read(path)
 
 
+@pytest.mark.parametrize("kind", ["arrow stream", "saved"])
+@pytest.mark.parametrize("where", ["behind a batch", "before the last byte"])
+def test_an_arrow_stream_that_was_cut_is_not_a_shorter_one(tmp_path: Path, kind: str, where: str) -> None:
+    path = write(kind, tmp_path)
+    file = path if path.is_file() else next(path.glob("data-*.arrow"))
+    os.truncate(file, file.stat().st_size - (8 if where == "behind a batch" else 1))
+    with h.refuses(BadInput, "data.path", "no end mark", file.name):
+        read(path)
+
+
+def test_a_file_that_compresses_to_nothing_reads_as_any_other(tmp_path: Path) -> None:
+    import zstandard
+
+    text = (LINES[0] + " " * 1000 + "\n") * 30_000
+    (tmp_path / "d.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(text.encode()))
+    found = read(tmp_path / "d.jsonl.zst")
+    assert len(found) == 30_000
+    assert len({s.hash for s in found if isinstance(s, Sample)}) == 1
+
+
 def test_utf_16_without_a_mark_is_rejected_and_a_mark_of_utf_8_is_not(tmp_path: Path) -> None:
     (tmp_path / "wide.jsonl").write_bytes((LINES[0] + "\n").encode("utf-16-le"))
     assert all(isinstance(one, Reject) for one in read(tmp_path / "wide.jsonl"))

@@ -13,7 +13,7 @@ from typing import Any
 import host_data as h
 import pytest
 
-from hsx_host import acceptance, drafter, handoff, plan, train, trainers, training_check
+from hsx_host import acceptance, drafter, formats, handoff, plan, train, trainers, training_check, verify
 from hsx_host import contract as c
 from hsx_host.errors import BadInput, Refused, TryAgain
 
@@ -72,6 +72,20 @@ def test_a_handoff_that_is_no_longer_true_is_refused(made: c.RunSpec) -> None:
     (manifest,) = Path(check(made).handoff).parent.glob("shards/00001/manifest.jsonl")
     manifest.write_text(manifest.read_text().splitlines(keepends=True)[0])
     with h.refuses(Refused, "handoff", "not the one that was handed off"):
+        check(made)
+
+
+def test_damage_that_verify_found_ends_a_handoff(made: c.RunSpec) -> None:
+    dataset = Path(check(made).handoff).parent
+    assert handoff.is_current(dataset)
+    path = dataset / "v1/data_2.pt"
+    body = bytearray(path.read_bytes())
+    at = formats.get("speculators_v1").check(path, 7, h.SHAPE)[1]["layer_3"][0]
+    path.write_bytes(body[: at + 5] + bytes([body[at + 5] ^ 1]) + body[at + 6 :])
+    with h.refuses(Refused, "manifest.jsonl", "layer_3 does not match"):
+        verify.run(made, Namespace(deep=True, shard=None, window_ended=False))
+    assert not handoff.is_current(dataset)
+    with h.refuses(Refused, "handoff", "verify found damaged"):
         check(made)
 
 

@@ -86,6 +86,8 @@ def problems(folder: Path, *, deep: bool) -> Iterator[str]:
             yield f"row {row}: {folder.name}/{line.file}: {why}"
     for stray in strays(folder, one.form, {line.file for line in one.lines.values()}):
         yield f"{folder.name}/{stray} is in no manifest"
+    for why in one.form.side_wrong(folder, one.lines, deep):
+        yield f"{folder.name}/{why}"
 
 
 def strays(folder: Path, form: formats.Format, kept: set[str]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from hsx_host import convert, converted, drafter, formats, proof, state, verify
+from hsx_host import convert, converted, drafter, formats, proof, sides, state, verify
 from hsx_host.contract import ContractError, HandoffResult, RunSpec, decode
 from hsx_host.errors import BadInput, Refused, TryAgain
 from hsx_host.fingerprint import DatasetSemantics, opened
@@ -170,12 +170,18 @@ def commands(meaning: DatasetSemantics, folders: dict[str, str]) -> dict[str, st
 
 
 def is_current(dataset: Path) -> bool:
-    """Whether the hand-off that is there is of the manifests as they are now."""
+    """Whether the hand-off that is there is of the manifests as they are now, and what readers go by is of them too."""
+    found = handed_off(dataset)
+    return found is not None and not any(sides.wrong(dataset, found.formats, deep=False))
+
+
+def handed_off(dataset: Path) -> HandoffResult | None:
+    """The hand-off that is there, where it is of the manifests as they are now."""
     try:
         found = decode(HandoffResult, (dataset / "handoff.json").read_bytes())
     except (OSError, ContractError):  # none, or of an older hsx
-        return False
-    return found.manifest_sha256 == manifest_sha256(dataset)
+        return None
+    return found if found.manifest_sha256 == manifest_sha256(dataset) else None
 
 
 def manifest_sha256(dataset: Path) -> str:

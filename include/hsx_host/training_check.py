@@ -10,7 +10,7 @@ import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from hsx_host import trainers
+from hsx_host import sides, trainers
 from hsx_host.contract import ContractError, HandoffCheck, HandoffResult, RunSpec, TrainingSettings, decode
 from hsx_host.errors import BadInput, Refused
 from hsx_host.fingerprint import dataset_dir, semantics
@@ -41,6 +41,8 @@ def run(spec: RunSpec, args: Namespace) -> HandoffCheck:
             value=settings.name,
             fix=f"add {settings.format} to capture.formats, or convert the data set",
         )
+    for why in sides.wrong(dataset, [settings.format], deep=False):
+        _stale(handoff, why)
     if len(handoff.layers) != 3:
         raise Refused(
             f"the data set has {len(handoff.layers)} auxiliary layers, EAGLE-3 drafters are trained on three",

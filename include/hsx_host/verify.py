@@ -13,9 +13,10 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 
-from hsx_host import converted, diagnose, formats, proof, state
+from hsx_host import converted, diagnose, formats, proof, sides, state
 from hsx_host.contract import PlanResult, RunSpec, VerifyReport
 from hsx_host.errors import Refused, TryAgain
 from hsx_host.fingerprint import DatasetSemantics, opened
@@ -57,9 +58,22 @@ def run(spec: RunSpec, args: Namespace) -> VerifyReport:
     dataset, meaning = opened(spec)
     reference = getattr(args, "reference", 0)
     report = check(spec, dataset, meaning, deep=args.deep, partial=args.window_ended, reference=reference)
+    if not args.shard:
+        report = _with_sides(report, dataset, deep=args.deep)
     state.write_document(state.run_dir(spec) / "verify.json", report)
     insist(report, dataset)
     return report
+
+
+def _with_sides(report: VerifyReport, dataset: Path, *, deep: bool) -> VerifyReport:
+    """Also what readers go by beside the samples, once it was handed off: before, ``handoff`` writes it anew."""
+    from hsx_host import handoff  # it builds on this module
+
+    handed = handoff.handed_off(dataset)
+    if handed is None:
+        return report
+    problems = [*islice(sides.wrong(dataset, handed.formats, deep=deep), _NAMED), *report.problems]
+    return replace(report, ok=not problems, problems=problems[:_NAMED])
 
 
 def insist(report: VerifyReport, dataset: Path) -> None:

@@ -8,7 +8,7 @@ reader wants beside the samples; nothing else names a format, so that adding one
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -50,6 +50,16 @@ class Row:
     row: int
     tokens: int
     read: Callable[[], tuple[NDArray[Any], NDArray[Any]]]
+
+
+class Listed(Protocol):
+    """What a manifest says of a sample, as far as side files hold it too; crc32 by data record."""
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def crc32(self) -> dict[str, int]: ...
 
 
 class Format(Protocol):
@@ -98,6 +108,12 @@ class Format(Protocol):
 
     def side_files(self, folder: Path, rows: Iterable[Row], facts: dict[str, Any]) -> None:
         """Write what the reader wants beside the samples. ``rows`` ascend; ``facts`` are dataset.json's."""
+
+    def side_wrong(self, folder: Path, listed: Mapping[int, Listed], deep: bool) -> list[str]:
+        """In what the side files that a reader goes by are not of these samples, by row; each begins with its file.
+
+        Cheap, unless ``deep`` also compares ids and masks that stand in them.
+        """
 
 
 def names() -> list[str]:

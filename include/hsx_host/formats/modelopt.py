@@ -8,11 +8,11 @@ modelopt/torch/speculative/eagle/utils.py (``OfflineSupervisedDataset``), which 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hsx_host.formats import Row, Shape
+from hsx_host.formats import Listed, Row, Shape
 from hsx_host.layouts.fields import Field, ids, mask
 from hsx_host.layouts.torchfile import IDENTITY, Body, TorchFile
 from hsx_host.state import write_text
@@ -49,3 +49,8 @@ file_bytes, lay_out, complete, check, planes, load = (
 def side_files(folder: Path, rows: Iterable[Row], facts: dict[str, Any]) -> None:
     """ModelOpt wants nothing beside the samples; ``data_config.json`` tells people what they hold."""
     write_text(folder / "data_config.json", json.dumps(facts, indent=2, sort_keys=True) + "\n")
+
+
+def side_wrong(folder: Path, listed: Mapping[int, Listed], deep: bool) -> list[str]:
+    """Its reader goes by the samples alone."""
+    return []

@@ -13,12 +13,13 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hsx_host.checksum import crc32
 from hsx_host.errors import BadInput
-from hsx_host.formats import Row, Shape
+from hsx_host.formats import Listed, Row, Shape
 from hsx_host.layouts.fields import Field, ids, mask
 from hsx_host.layouts.safetensors_file import SafetensorsFile
 from hsx_host.state import write_text
@@ -68,6 +69,68 @@ def side_files(folder: Path, rows: Iterable[Row], facts: dict[str, Any]) -> None
         file.replace(folder / file.name)
     made.rmdir()
     write_text(folder / "data_config.json", json.dumps(facts, indent=2, sort_keys=True) + "\n")
+
+
+def side_wrong(folder: Path, listed: Mapping[int, Listed], deep: bool) -> list[str]:
+    """Each numbered name is its row's sample, and the Arrow data set has these rows in this order."""
+    rows, numbered = sorted(listed), folder / "hidden_states"
+    names = {f"hs_{i}.safetensors": row for i, row in enumerate(rows)}
+    there = {path.name for path in numbered.iterdir()} if numbered.is_dir() else set()
+    wrong = [f"hidden_states/{name} is missing" for name in sorted(names.keys() - there)]
+    wrong += [f"hidden_states/{name} is no sample's" for name in sorted(there - names.keys())]
+    for name, row in names.items():
+        if name in there and not _same_file(numbered / name, folder / file_name(row)):
+            wrong.append(f"hidden_states/{name} is not the sample of row {row}")
+    if not (folder / "dataset_info.json").is_file():
+        wrong.append("dataset_info.json is missing")
+    try:
+        files = [str(one["filename"]) for one in json.loads((folder / _STATE).read_bytes())["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        return [*wrong, f"{_STATE} can't be read ({e})"]
+    return wrong + _arrow_wrong([folder / name for name in files], rows, listed, deep)
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    """One file under two names, or, where a copy of the folder knew no links, with the same header: it holds the
+    checksums of the data."""
+    try:
+        if os.path.samefile(one, other):
+            return True
+        with one.open("rb") as a, other.open("rb") as b:
+            heads = [f.read(8 + int.from_bytes(f.read(8), "little") % (1 << 20)) for f in (a, b)]
+        return heads[0] == heads[1] and one.stat().st_size == other.stat().st_size
+    except OSError:
+        return False
+
+
+def _arrow_wrong(files: list[Path], rows: list[int], listed: Mapping[int, Listed], deep: bool) -> list[str]:
+    try:
+        import pyarrow
+    except ImportError:
+        if not deep:
+            return []  # a training host, say: the trainer's own Python has it
+        raise BadInput(
+            "the package pyarrow is missing on the host: the Arrow data set can't be read",
+            field="capture.formats",
+            value=NAME,
+            fix="pip install datasets under host.python",
+        ) from None
+    found: list[int] = []
+    for file in files:
+        try:
+            with pyarrow.memory_map(str(file)) as source:
+                for batch in pyarrow.ipc.open_stream(source):
+                    batch_rows = batch.column("row").to_pylist()
+                    found += batch_rows
+                    for name, record in (("input_ids", "token_ids"), ("loss_mask", "loss_mask")) if deep else ():
+                        column = batch.column(name)
+                        for i, row in enumerate(batch_rows):
+                            data = column[i].values.to_numpy()
+                            if row in listed and crc32(data.astype("<i8").tobytes()) != listed[row].crc32[record]:
+                                return [f"{file.name} holds another {name} for row {row}"]
+        except (OSError, ValueError, KeyError) as e:
+            return [f"{file.name} can't be read ({e})"]
+    return [] if found == rows else [f"{_STATE} names files of {len(found)} rows that are not the {len(rows)} samples"]
 
 
 def _number(folder: Path, rows: list[Row]) -> None:

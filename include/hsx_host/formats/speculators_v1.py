@@ -9,11 +9,11 @@ below the folder whose name ends in ``pt``, so that nothing else may lie there u
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hsx_host.formats import Row, Shape
+from hsx_host.formats import Listed, Row, Shape
 from hsx_host.layouts.fields import Field, ids, mask
 from hsx_host.layouts.torchfile import Body, TorchFile
 from hsx_host.state import write_text
@@ -45,3 +45,13 @@ def side_files(folder: Path, rows: Iterable[Row], facts: dict[str, Any]) -> None
     """``sample_lengths.json`` (complete, or the reader ignores it as a whole) and ``data_config.json`` (for people)."""
     write_text(folder / "sample_lengths.json", json.dumps({str(r.row): r.tokens for r in rows}) + "\n")
     write_text(folder / "data_config.json", json.dumps(facts, indent=2, sort_keys=True) + "\n")
+
+
+def side_wrong(folder: Path, listed: Mapping[int, Listed], deep: bool) -> list[str]:
+    """``sample_lengths.json``: the reader packs its batches by it."""
+    try:
+        found = json.loads((folder / "sample_lengths.json").read_bytes())
+    except (OSError, ValueError) as e:
+        return [f"sample_lengths.json can't be read ({e})"]
+    same = found == {str(row): line.tokens for row, line in listed.items()}
+    return [] if same else ["sample_lengths.json does not hold the lengths of the samples"]

@@ -96,15 +96,14 @@ class Skeleton:
         if os.fstat(fd).st_size != self.size:
             return None
         found: list[list[int]] = [[] for _ in self.crc_at]
-        open_places = sorted((at, i) for i, places in enumerate(self.crc_at) for at in places)
-        for offset, data in self.parts:
-            there = bytearray(os.pread(fd, len(data), offset))
-            if len(there) != len(data):
-                return None
-            for at, i in open_places:
-                if offset <= at < offset + len(data):
-                    found[i].append(struct.unpack_from("<I", there, at - offset)[0])
-                    there[at - offset : at - offset + 4] = bytes(4)
+        places = sorted((at, i) for i, pair in enumerate(self.crc_at) for at in pair)
+        for offset, data in self.parts:  # they ascend, as the places do
+            there: bytes | bytearray = os.pread(fd, len(data), offset)
+            while places and places[0][0] < offset + len(there):
+                at, i = places.pop(0)
+                found[i].append(int.from_bytes(there[at - offset : at - offset + 4], "little"))
+                there = bytearray(there)
+                there[at - offset : at - offset + 4] = bytes(4)
             if there != data:
                 return None
         return [one for one, _ in found] if all(one == other for one, other in found) else None

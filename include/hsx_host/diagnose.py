@@ -33,7 +33,7 @@ _SAME, _OTHER_ROWS = 0.5, 0.7
 
 
 def ids(one: Collection, given: ShardInput) -> dict[int, str]:
-    """Why by row: the published ids are not the plan's. Reads a sample's file only where its checksum differs."""
+    """Why by row: the published ids or loss mask are not the plan's. Reads a file only where its checksum differs."""
     wrong = {}
     for i in range(len(given)):
         sample = given.sample(i)
@@ -41,7 +41,9 @@ def ids(one: Collection, given: ShardInput) -> dict[int, str]:
         if line is None:
             continue
         known = line.crc32.get("input_ids", line.crc32.get("token_ids"))
-        if known == crc32(np.ascontiguousarray(sample.ids, dtype="<i8").tobytes()):
+        if known == _crc(sample.ids):
+            if line.crc32["loss_mask"] != _crc(sample.mask):
+                wrong[sample.row] = "holds another loss mask than the data file"
             continue
         try:
             there = one.form.load(one.base / line.file, one.shape)["input_ids"].numpy()
@@ -49,6 +51,11 @@ def ids(one: Collection, given: ShardInput) -> dict[int, str]:
             continue  # a damaged file is told elsewhere
         wrong[sample.row] = f"holds other token ids than the data file{_shift(there, sample.ids)}"
     return wrong
+
+
+def _crc(values: NDArray[Any]) -> int:
+    """Of ids or a mask as every format holds them."""
+    return crc32(np.ascontiguousarray(values, dtype="<i8").tobytes())
 
 
 def _shift(there: NDArray[Any], wanted: NDArray[Any]) -> str:

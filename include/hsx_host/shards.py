@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hsx_host.dataset import Sample
+from hsx_host.dataset import Sample, identity
 from hsx_host.errors import TryAgain
 from hsx_host.state import write_whole
 
@@ -138,7 +138,11 @@ def read_input(files: ShardFiles) -> ShardInput:
         found: dict[str, Any] = load_file(files.input)
         if {k: v.dtype for k, v in found.items()} != {k: np.dtype(v) for k, v in _KINDS.items()}:
             raise ValueError("its arrays are not those of a shard")
-        return ShardInput(**found)
+        shard = ShardInput(**found)
+        for sample in map(shard.sample, range(len(shard))):
+            if identity(sample.ids, sample.mask) != sample.hash:
+                raise ValueError(f"row {sample.row} is not the sample that it was")
+        return shard
     except Exception as e:  # safetensors has an exception of its own for a broken header
         raise TryAgain(
             f"the shard's samples can't be read: {e}", field="shard", value=files.input, fix="run plan first"

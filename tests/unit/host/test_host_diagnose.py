@@ -26,7 +26,7 @@ def made(tmp_path: Path) -> tuple[c.RunSpec, Path]:
     return spec, h.publish(spec)
 
 
-def rewritten(spec: c.RunSpec, dataset: Path, change: Any) -> None:
+def rewritten(spec: c.RunSpec, dataset: Path, change: Any, masked: Any = lambda mask: mask) -> None:
     """Every sample's file anew with ``change(ids, planes)`` and checksums that fit, as a wrong extraction makes it."""
     for shard in shard_ids(dataset):
         files = ShardFiles(dataset, shard)
@@ -36,7 +36,7 @@ def rewritten(spec: c.RunSpec, dataset: Path, change: Any) -> None:
             body = torch.load(path, weights_only=True)
             ids, planes = change(body["input_ids"], body["hidden_states"])
             path.unlink()
-            crcs = h.sample_file(path, ids.numpy(), body["loss_mask"].numpy(), [p.contiguous() for p in planes])
+            crcs = h.sample_file(path, ids.numpy(), masked(body["loss_mask"]).numpy(), [p.contiguous() for p in planes])
             lines[row] = replace(line, crc32=crcs, bytes=path.stat().st_size)
         rewrite(files.manifest, lines.values())
 
@@ -60,6 +60,12 @@ def test_other_ids(made: tuple[c.RunSpec, Path]) -> None:
     spec, dataset = made
     rewritten(spec, dataset, lambda ids, planes: (ids.flip(0), planes))
     assert "holds other token ids than the data file" in said(spec)
+
+
+def test_another_mask(made: tuple[c.RunSpec, Path]) -> None:
+    spec, dataset = made
+    rewritten(spec, dataset, lambda ids, planes: (ids, planes), masked=lambda mask: 1 - mask)
+    assert "holds another loss mask than the data file" in said(spec)
 
 
 def test_after_norm_for_before_norm(made: tuple[c.RunSpec, Path]) -> None:

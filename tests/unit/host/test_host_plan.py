@@ -10,6 +10,7 @@ from typing import Any
 
 import host_data as h
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from hsx_host import contract as c
 from hsx_host import fingerprint, plan
@@ -52,6 +53,18 @@ def test_shards_sizes_and_inputs(tmp_path: Path) -> None:
     wanted = json.loads(h.samples(10)[6])
     assert (one.row, one.ids.tolist(), one.mask.tolist()) == (6, wanted["input_ids"], wanted["loss_mask"])
     assert c.decode(c.PlanResult, (tmp_path / "home/runs").glob("*/plan.json").__next__().read_bytes()) == result
+
+
+@pytest.mark.parametrize("array", ["ids", "mask", "hash"])
+def test_a_flipped_bit_in_a_shards_samples_is_found_before_they_are_sent(tmp_path: Path, array: str) -> None:
+    _spec, result = planned(tmp_path, h.samples(6))
+    files = ShardFiles(Path(result.dataset_dir), 0)
+    body = load_file(files.input)
+    body[array].reshape(-1)[0] ^= 1
+    save_file(body, files.input)
+    with pytest.raises(TryAgain, match="row 0 is not the sample that it was") as error:
+        read_input(files)
+    assert "run plan first" in str(error.value)
 
 
 def test_rejects_keep_their_rows_and_nothing_shifts(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def ids(one: Collection, given: ShardInput) -> dict[int, str]:
 
 def _crc(values: NDArray[Any]) -> int:
     """Of ids or a mask as every format holds them."""
-    return crc32(np.ascontiguousarray(values, dtype="<i8").tobytes())
+    return int(crc32(np.ascontiguousarray(values, dtype="<i8").tobytes()))
 
 
 def _shift(there: NDArray[Any], wanted: NDArray[Any]) -> str:

@@ -46,6 +46,14 @@ def foretell(
     }
 
 
+def nothing_to_do(plan: Mapping[str, Any]) -> str:
+    """Why a run has nothing to extract: all is published, or nothing of what was asked for is left."""
+    if plan["done"] < plan["valid"]:
+        where = f"where {plan['done']:,} of the {plan['valid']:,} samples of {plan['dataset_id']} are published"
+        return f"Nothing to do in the shards that were asked for, {where}."
+    return f"Nothing to do: all {plan['done']:,} samples of {plan['dataset_id']} are published."
+
+
 def _lines(
     run: Mapping[str, Any],
     plan: Mapping[str, Any],
@@ -56,7 +64,7 @@ def _lines(
     down_s: float | None,
 ) -> list[str]:
     if not plan["todo"]:
-        return [f"Nothing to do: all {plan['done']:,} samples are published. Production would not be touched."]
+        return [f"{nothing_to_do(plan)} Production would not be touched."]
     lines = [
         f"Would extract {plan['todo']:,} samples in {len(shards):,} shards: {plan['todo_tokens']:,} tokens, "
         f"{human_bytes(plan['todo_bytes'])}; {plan['done']:,} samples are done."

@@ -15,7 +15,7 @@ from hsx_operators.alerts import check as check_alerts
 from hsx_operators.answers import human_bytes
 from hsx_operators.base import HostVerbOperator, host_run_id, run_key
 from hsx_operators.errors import ConfigError, HostError
-from hsx_operators.foretold import FORETOLD, foretell
+from hsx_operators.foretold import FORETOLD, foretell, nothing_to_do
 from hsx_operators.hook import GpuHostHook, hook_of
 from hsx_operators.hosts import dag_id_of, spread
 from hsx_operators.profile import Profile, load_hosts
@@ -308,7 +308,7 @@ class GateOperator(BaseOperator, SkipMixin):
             context["ti"].xcom_push(key=HANDOFF_MISSED, value=True)
             kept = self.handoff_task_ids
         elif not shards and not (plan["derive"] and self.run["dry_run"]):
-            reason = f"Nothing to do: all {plan['done']:,} samples of {plan['dataset_id']} are published."
+            reason = nothing_to_do(plan)
         elif self.run["dry_run"]:
             reason = f"Dry run: would extract {what} into {plan['dataset_dir']}"
             reason += f", and derive {plan['derive']:,} in other formats" if plan["derive"] else ""

@@ -313,8 +313,8 @@ def test_a_missed_hand_off_or_format_is_made_up_for_on_several_hosts(
     dag: DAG, monkeypatch: pytest.MonkeyPatch, derive: int, handed_off: bool
 ) -> None:
     gate: Any = dag.get_task("gate")
-    gate.plan = {"todo": 0, "todo_tokens": 0, "todo_bytes": 0, "done": 9, "dataset_id": "d", "dataset_dir": "/d",
-                 "derive": derive, "handed_off": handed_off}  # fmt: skip
+    gate.plan = {"todo": 0, "todo_tokens": 0, "todo_bytes": 0, "done": 9, "valid": 9, "dataset_id": "d",
+                 "dataset_dir": "/d", "derive": derive, "handed_off": handed_off}  # fmt: skip
     gate.run, gate.shards = {"dry_run": False, "cleanup_policy": "never"}, []
     gate.disk = {
         "text": "",

@@ -9,8 +9,8 @@ import pytest
 from hsx_operators.foretold import foretell
 
 PLAN = {
-    "todo": 10_000, "done": 40, "todo_tokens": 17_300_000, "todo_bytes": 924 << 30, "dataset_id": "kimi-x",
-    "dataset_dir": "/data/kimi-x",
+    "todo": 10_000, "done": 40, "valid": 10_040, "todo_tokens": 17_300_000, "todo_bytes": 924 << 30,
+    "dataset_id": "kimi-x", "dataset_dir": "/data/kimi-x",
 }  # fmt: skip
 PACE = {"tok_s": 5000.0, "tokens": 1, "shards": 1, "overhead_s": 900.0, "at": 1.0}
 DISK = {
@@ -65,5 +65,10 @@ def test_what_would_be_deleted(policy: str, verdict: str, deleted: int, says: st
 
 
 def test_nothing_to_do() -> None:
-    said = answer(todo=0, todo_tokens=0, todo_bytes=0)
-    assert said["lines"] == ["Nothing to do: all 40 samples are published. Production would not be touched."]
+    nothing = {"todo": 0, "todo_tokens": 0, "todo_bytes": 0}
+    said = answer(valid=40, **nothing)
+    assert said["lines"] == ["Nothing to do: all 40 samples of kimi-x are published. Production would not be touched."]
+    said = answer(**nothing)  # such as of the failed shards, where none has failed
+    assert said["lines"][0].startswith(
+        "Nothing to do in the shards that were asked for, where 40 of the 10,040 samples"
+    )

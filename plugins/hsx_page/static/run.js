@@ -30,7 +30,7 @@ function figures(run) {
   const trouble = (t.states.failed ?? 0) + (t.states.retrying ?? 0);
   return html`
     <progress max=${t.samples_todo || 1} value=${t.samples} aria-label="samples of this run"></progress>
-    ${work ? html`<dl class="figures">
+    <dl class="figures">
       ${figure("Samples", f.count(t.samples), `of ${f.count(t.samples_todo)}, ${f.percent(t.samples, t.samples_todo)}`)}
       ${figure("Tokens", f.short(t.tokens), `of ${f.short(t.tokens_todo)}`)}
       ${figure("Written", f.bytes(t.bytes), `of ${f.bytes(t.bytes_todo)}`)}

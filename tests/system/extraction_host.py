@@ -100,6 +100,7 @@ class Host:
         return found
 
     def manifest(self, shard: int = 0) -> dict[int, dict[str, Any]]:
-        """The lines of a shard's manifest, by row."""
+        """The whole lines of a shard's manifest, by row: one may be half written, or have been cut."""
         path = self.dataset / f"shards/{shard:05d}/manifest.jsonl"
-        return {d["index"]: d for d in map(json.loads, path.read_text().splitlines())} if path.exists() else {}
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        return {d["index"]: d for d in (json.loads(line) for line in lines if line.endswith(b"\n"))}

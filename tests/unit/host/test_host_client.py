@@ -29,7 +29,7 @@ from hsx_host.client import Client, NoSpace, SampleFault, ServerGone
 from hsx_host.dataset import Sample, identity
 from hsx_host.errors import TryAgain
 from hsx_host.formats import speculators_v1 as v1
-from hsx_host.manifest import Failed, Ledger, Published, read_lines
+from hsx_host.manifest import Failed, Ledger, Published, failures, read_lines
 from hsx_host.shards import ShardFiles
 from hsx_host.spool import CaptureRecord
 
@@ -369,7 +369,7 @@ def test_a_sample_that_kills_the_server_never_ends_a_shard(shard: c.RunSpec, ser
     assert "1 of 6 samples" in str(last)
     assert "row 2 after 2 tries: the server died 2 times while this sample was in flight, the last" in str(last)
     assert {line.index for line in read_lines(files.manifest, Published)[0]} == {0, 1, 3, 4, 5} >= before
-    (line,) = read_lines(files.failures, Failed)[0]
+    (line,) = failures(files.failures).values()
     assert (line.index, line.tries) == (2, 2)
     asked = len(server.rids)
     assert "1 of 6 samples" in str(again(spec, server)), "the shard still says what it lacks"

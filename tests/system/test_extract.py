@@ -242,7 +242,7 @@ def test_two_at_once_never_both_act(host: Host) -> None:
 
 def test_a_failing_sample_stands_in_the_ledger(host: Host) -> None:
     """A sample that the server refuses: longer than its context, put into the shard behind plan's back."""
-    from hsx_host.dataset import Sample
+    from hsx_host.dataset import Sample, identity
     from hsx_host.shards import ShardFiles, pack, read_input, write_input
 
     made = host.with_data(extraction_host.write_data(host.root / "poisoned.jsonl", [20] * 6, 6))
@@ -250,7 +250,8 @@ def test_a_failing_sample_stands_in_the_ledger(host: Host) -> None:
     files = ShardFiles(made.dataset, 0)
     good = read_input(files)
     samples = [good.sample(i) for i in range(6)]
-    samples[3] = Sample(3, np.full(3000, 9, np.int32), np.ones(3000, np.uint8), samples[3].hash)
+    ids, mask = np.full(3000, 9, np.int32), np.ones(3000, np.uint8)
+    samples[3] = Sample(3, ids, mask, identity(ids, mask))
     write_input(files.input, pack(samples))
     said = made.verb("extract", "--shard", "0", code=75)
     assert "1 of 6 samples" in said["message"]

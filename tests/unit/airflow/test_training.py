@@ -237,8 +237,8 @@ def test_a_top_up_that_is_off_hands_the_plan_on() -> None:
 def test_the_gate_keeps_a_missed_hand_off(
     monkeypatch: pytest.MonkeyPatch, done: int, handed_off: bool, dry_run: bool, derive: int, kept: bool
 ) -> None:
-    plan = {"todo": 0, "todo_tokens": 0, "todo_bytes": 0, "done": done, "dataset_id": "d", "handed_off": handed_off,
-            "dataset_dir": "/d", "derive": derive}  # fmt: skip
+    plan = {"todo": 0, "todo_tokens": 0, "todo_bytes": 0, "done": done, "valid": 9, "dataset_id": "d",
+            "dataset_dir": "/d", "derive": derive, "handed_off": handed_off}  # fmt: skip
     disk = {"text": "", "verdict": "fits", "old_states": [], "needed_bytes": 0, "free_bytes": 1, "reserve_bytes": 0}
     with DAG("d"):
         gate = GateOperator(

@@ -77,5 +77,4 @@ with DAG(
     render_template_as_native_obj=True,
 ) as dag:
     handoffs = ReadHandoffsOperator(task_id="handoffs")
-    # Words around the name: a data set or a profile called 2026 would be rendered as a number, which is no label.
     training.expand(handoff=handoffs.output)

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-SYSTEM = Path(__file__).parent / "system"
+TESTS = Path(__file__).resolve().parent
+SYSTEM = TESTS / "system"
+#: PYTHONPATH of a stand whose profile names the notifier of tests/integration: the rooms, and its folder.
+NOTIFIER_PATH = os.pathsep.join(str(TESTS.parent / p) for p in ("plugins", "include", "tests/integration"))
 
 
 def sglang_python() -> str:

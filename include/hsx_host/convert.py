@@ -25,7 +25,7 @@ from hsx_host.contract import ConvertedFormat, ConvertResult, RunSpec
 from hsx_host.converted import Collection, ConvertedSet
 from hsx_host.errors import BadInput, Refused, TryAgain
 from hsx_host.fingerprint import opened
-from hsx_host.manifest import Ledger, Published, newest, read_lines, rewrite
+from hsx_host.manifest import Ledger, Published, published_lines, rewrite
 from hsx_host.norm import FinalNorm
 from hsx_host.progress import Progress
 
@@ -210,7 +210,7 @@ def _settle(out: Path, here: ConvertedSet, source: Collection) -> dict[int, Publ
         state.write_whole(norm, weight)
     if known is None:
         state.write_document(out / converted.MEANING, here)
-    return newest(read_lines(out / converted.SAMPLES, Published, repair=True)[0])
+    return published_lines(out / converted.SAMPLES, repair=True)
 
 
 def _done(out: Path, line: Published, have: Published | None, source: Collection, form: formats.Format) -> bool:

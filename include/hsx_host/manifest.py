@@ -270,9 +270,12 @@ def remove_leftovers(folder: Path, dataset: Path, rows: dict[int, str], publishe
     return removed
 
 
-def published_lines(path: Path) -> dict[int, Published]:
-    """The line that counts for each row of a manifest; whether its sample still stands is not looked at."""
-    return newest(read_lines(path, Published)[0])
+def published_lines(path: Path, *, repair: bool = False) -> dict[int, Published]:
+    """The line that counts for each row of a manifest; whether its sample still stands is not looked at.
+
+    :param repair: lines that are cut are left out (``read_lines``).
+    """
+    return newest(read_lines(path, Published, repair=repair)[0])
 
 
 def failures(path: Path) -> dict[int, Failed]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -190,9 +191,8 @@ def check_mappable(document: c.PlanResult) -> None:
     """ConfigError where the shards are more than Airflow maps a task over: its api-server would refuse them later."""
     limit, shards = conf.getint("core", "max_map_length", fallback=1024), document.shards
     if len(shards) > limit:
-        size = -(
-            -(document.rows + document.top_ups) // max(1, limit - 1)
-        )  # samples topped up begin a shard of their own
+        # one less than the limit: samples topped up begin a shard of their own
+        size = math.ceil((document.rows + document.top_ups) / max(1, limit - 1))
         raise ConfigError(
             f"makes {len(shards):,} shards with something to do; Airflow maps a task over at most {limit:,}",
             field="data.shard_size",

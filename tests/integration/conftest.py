@@ -17,11 +17,10 @@ os.environ["AIRFLOW_HOME"] = tempfile.mkdtemp(prefix="hsx-airflow-")
 os.environ["AIRFLOW__CORE__LOAD_EXAMPLES"] = "False"
 
 from dag_story import PROFILES
-from stands import sglang_python, write_samples
+from stands import NOTIFIER_PATH, sglang_python, write_samples
 from stands import tiny_model as make_tiny_model
 
 from hsx_demo.client import AirflowClient
-from hsx_demo.components import REPO
 from hsx_demo.sshd import SshServer, start_sshd
 from hsx_demo.stack import Stack
 from hsx_host import contract as c
@@ -145,11 +144,7 @@ def stand(tmp_path_factory: pytest.TempPathFactory, host_python: str, tiny_model
         model=tiny_model,
         dataset=write_samples(work / "chats.jsonl", samples=120),
         profile="tiny",
-        # the rooms, and this folder for the notifier that a profile names
-        extra_env={
-            "HSX_PROFILES": str(profiles),
-            "PYTHONPATH": os.pathsep.join(str(REPO / p) for p in ("plugins", "include", "tests/integration")),
-        },
+        extra_env={"HSX_PROFILES": str(profiles), "PYTHONPATH": NOTIFIER_PATH},
     ) as stack:
         yield stack.start()
 

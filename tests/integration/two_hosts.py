@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Collection
 from pathlib import Path
 
-from stands import write_samples
+from stands import NOTIFIER_PATH, write_samples
 
 from hsx_demo.components import REPO
 from hsx_demo.stack import Stack
@@ -27,8 +26,7 @@ class TwoHosts:
         own = {"HSX_PROFILES": str(PROFILES)}
         self.b = Stack(work / "b", output=work / "out", profile="tiny", extra_env=own, **common)  # type: ignore[arg-type]
         self.alerts = work / "alerts.jsonl"
-        path = os.pathsep.join([*self.b.env["PYTHONPATH"].split(os.pathsep), str(Path(__file__).parent)])
-        seen = {"PYTHONPATH": path, "HSX_TEST_ALERTS": str(self.alerts)}  # for the notifier of the tests
+        seen = {"PYTHONPATH": NOTIFIER_PATH, "HSX_TEST_ALERTS": str(self.alerts)}
         seen |= {"HSX_PROFILES": str(profiles), "HSX_B_HOME": str(self.b.host_dir), "HSX_B_PORT": str(self.b.port)}
         self.a = Stack(work / "a", output=work / "out", profile="two", extra_env=seen, **common)  # type: ignore[arg-type]
 

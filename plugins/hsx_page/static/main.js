@@ -21,11 +21,13 @@ function draw() {
   // what has passed since the answer came, on the server's clock
   const now = doc.now + (Date.now() - ui.read) / 1000;
   const shown = { ...doc, now };
+  const known = chooser(doc);
+  const several = new Set(known.map((r) => r.dag_id)).size > 1; // nights of two DAGs have the same names
   render(html`
     <header class="top">
       <h1>Hidden states</h1>
       ${doc.runs.length ? html`<label>Run <select @change=${(e) => { window.location.search = e.target.value; }}>
-        ${chooser(doc).map((r) => html`<option value=${runPath(r)} ?selected=${r.run_id === doc.run?.run_id && r.dag_id === doc.run?.dag_id}>${r.run_id}${severalDags(doc) ? ` · ${r.dag_id}` : ""}${r.active ? ` (${r.state === "queued" ? "queued" : "goes on"})` : ""}</option>`)}
+        ${known.map((r) => html`<option value=${runPath(r)} ?selected=${r.run_id === doc.run?.run_id && r.dag_id === doc.run?.dag_id}>${r.run_id}${several ? ` · ${r.dag_id}` : ""}${r.active ? ` (${r.state === "queued" ? "queued" : "goes on"})` : ""}</option>`)}
       </select></label>` : nothing}
       <p class="quiet" id="read">${doc.run?.active ? html`<span class="live" aria-hidden="true"></span> live, ` : nothing}read ${ago(doc.now, now)}</p>
     </header>
@@ -52,9 +54,6 @@ function part(name, make) {
     return html`<section><p class="trouble">The part "${name}" can't be shown: ${String(error)}</p></section>`;
   }
 }
-
-// Nights of two DAGs have the same names.
-const severalDags = (doc) => new Set(chooser(doc).map((r) => r.dag_id)).size > 1;
 
 function chooser(doc) {
   const known = doc.runs.some((r) => r.run_id === doc.run?.run_id && r.dag_id === doc.run?.dag_id);

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import stand_in_model
+from stands import NOTIFIER_PATH
 
 from hsx_demo import processes
 from hsx_demo.client import AirflowClient, Task
@@ -63,7 +64,7 @@ class Stand:
                 "FAULT_PASSWORD": self.secrets[1],
                 "FAULT_ENV_FILE": str(env_file),
                 "FAULT_LEASE_S": str(lease_s),
-                "PYTHONPATH": os.pathsep.join(str(REPO / room) for room in ("plugins", "include", "tests/integration")),
+                "PYTHONPATH": NOTIFIER_PATH,
                 "HSX_TEST_ALERTS": str(work / "alerts.jsonl"),
                 "FAULT_PAGES": str(work / "pages.txt"),
                 "AIRFLOW__CORE__DAGS_FOLDER": str(self.dags),

@@ -70,7 +70,7 @@ class Airflow:
         named = components or tuple(self.children)
         stop(*(self.children.pop(c) for c in named if c in self.children), grace_s=15.0)
 
-    def wait_healthy(self, dag_id: str, timeout_s: float = 180.0) -> None:
+    def wait_healthy(self, dag_id: str, timeout_s: float = 600.0) -> None:
         """Wait until every component reports health and the DAG is known; it is unpaused."""
         deadline, client, missing = time.monotonic() + timeout_s, AirflowClient(self.url, USER, self.password), ["all"]
         while missing:

@@ -24,6 +24,8 @@ from hsx_demo.environments import OLDER_SGLANG, REPO, EnvironmentFailure, ensure
 SLOWEST = ("--durations", "8", "--durations-min", "15")  # what the minutes are spent on
 #: A suite of pytest: its name, the environment it runs in, folders, options.
 Suite = tuple[str, str, tuple[str, ...], tuple[str, ...]]
+#: Name, exit code and closing line of a suite that ran, and its failed tests.
+Result = tuple[str, int, str, list[str]]
 # Files in the order of their names, not those with most tests first: the DAG's stories are few and take minutes each.
 _IN_ORDER = ("--no-loadscope-reorder",)
 # Lanes run beside each other, a lane's suites one after the other: the integration mostly waits for servers to start,
@@ -79,9 +81,9 @@ def main(argv: list[str]) -> int:
     with ThreadPoolExecutor(len(lanes)) as pool:
         results = [line for lane in pool.map(lambda lane: _lane(lane, pythons, env), lanes) for line in lane]
     print("== closing lines")
-    for name, code, closing in results:
-        print(f"{'ok  ' if code == 0 else 'FAIL'} {name}: {closing}")
-    return 0 if all(code == 0 for _, code, _ in results) else 1
+    for name, code, closing, failures in results:
+        print(f"{'ok  ' if code == 0 else 'FAIL'} {name}: {closing}", *failures, sep="\n     ")
+    return 0 if all(code == 0 for _, code, _, _ in results) else 1
 
 
 def _end() -> None:
@@ -91,25 +93,25 @@ def _end() -> None:
         child.send_signal(signal.SIGINT)
 
 
-def _lane(suites: Sequence[Suite], pythons: dict[str, str], env: dict[str, str]) -> list[tuple[str, int, str]]:
-    """Name, exit code and closing line of each suite, run one after the other."""
-    results = []
+def _lane(suites: Sequence[Suite], pythons: dict[str, str], env: dict[str, str]) -> list[Result]:
+    """The results of a lane's suites, run one after the other."""
+    results: list[Result] = []
     for name, environment, folders, options in suites:
         if _told_to_end.is_set():
-            results.append((name, 1, "not run: told to end"))
+            results.append((name, 1, "not run: told to end", []))
             continue
         present = [f for f in folders if (REPO / f).exists()]
         print(f"== {name}: {' '.join(present)}", flush=True)
         began = time.monotonic()
         extra = shlex.split(os.environ.get("HSX_TEST_ARGS", ""))
-        code, closing = _pytest(name, [pythons[environment], "-m", "pytest", *present, *options, *extra], env)
-        results.append((name, code, f"{closing} ({time.monotonic() - began:.0f} s)"))
+        code, closing, failures = _pytest(name, [pythons[environment], "-m", "pytest", *present, *options, *extra], env)
+        results.append((name, code, f"{closing} ({time.monotonic() - began:.0f} s)", failures))
     return results
 
 
-def _pytest(name: str, command: list[str], env: dict[str, str]) -> tuple[int, str]:
-    """Run one pytest, showing its output; its exit code and closing line."""
-    closing = "no closing line"
+def _pytest(name: str, command: list[str], env: dict[str, str]) -> tuple[int, str, list[str]]:
+    """Run one pytest, showing its output; its exit code, closing line, and the lines that name a failed test."""
+    closing, failures = "no closing line", []
     with subprocess.Popen(command, cwd=REPO, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as p:
         _children.append(p)
         assert p.stdout is not None
@@ -117,7 +119,9 @@ def _pytest(name: str, command: list[str], env: dict[str, str]) -> tuple[int, st
             print(f"{name} | {line}", end="", flush=True)
             if re.search(r"\b(passed|failed|error|errors|no tests ran)\b.* in [\d.]+s", line):
                 closing = line.strip("= \n")
-    return p.returncode, closing
+            elif line.startswith(("FAILED ", "ERROR ")):  # again at the end: a log of CI may show its end alone
+                failures.append(line.rstrip("\n"))
+    return p.returncode, closing, failures
 
 
 if __name__ == "__main__":

@@ -146,12 +146,11 @@ class Stack:
         self.save()
         return self.production
 
-    def wait_production(self, timeout_s: float = 300.0) -> float:
-        """Wait until production is healthy; the seconds it took from now."""
+    def wait_production(self) -> float:
+        """Wait until production is healthy, for as long as its profile gives it; the seconds it took from now."""
         assert self.production is not None
-        return processes.wait_until(
-            self.production_healthy, self.production, what="production SGLang", timeout_s=timeout_s
-        )
+        limit = self.spec().production.start_timeout_s
+        return processes.wait_until(self.production_healthy, self.production, what="production SGLang", timeout_s=limit)
 
     def production_healthy(self) -> bool:
         """Whether the server on production's port answers ``/health``."""

@@ -55,7 +55,7 @@ def stack(network: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
         gateway = docker("network", "inspect", "--format", "{{(index .IPAM.Config 0).Gateway}}", network)
         stack.start_host(listen=gateway)
         stack.launch_production()
-        stack.wait_production(timeout_s=900.0)
+        stack.wait_production()
         yield stack
 
 

@@ -37,7 +37,7 @@ def spec(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     args += ["--host", "127.0.0.1", "--port", str(port)]
     env = {"PYTHONPATH": str(sglang_server.CPU), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     production = c.ServerSettings(
-        args=args, env=env, host="127.0.0.1", port=port, start_timeout_s=240, stop_grace_s=20, soak_requests=4
+        args=args, env=env, host="127.0.0.1", port=port, start_timeout_s=600, stop_grace_s=20, soak_requests=4
     )
     spec = c.RunSpec(
         run_id="lifecycle",

@@ -148,7 +148,7 @@ class Stand:
         for name in components:
             self.airflow.start(name)
         self.stack.save()
-        self.airflow.wait_healthy(DAG_ID, timeout_s=600.0)
+        self.airflow.wait_healthy(DAG_ID)
 
     def kill_all_of_airflow(self) -> None:
         self.kill(*(c for c in COMPONENTS if c in self.airflow.children))

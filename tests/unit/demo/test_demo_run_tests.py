@@ -59,10 +59,13 @@ def test_all_suites_run_to_their_end_and_one_red_one_makes_all_red(checkout: Pat
     told, _ = runner.communicate(timeout=120)
     assert runner.returncode == (1 if red else 0), told
     closing = told[told.index("== closing lines") :].splitlines()[1:]
-    assert [line.split()[:2] for line in closing] == [
+    suites = [line for line in closing if not line.startswith(" ")]
+    assert [line.split()[:2] for line in suites] == [
         ["FAIL" if name == red else "ok", f"{name}:"] for name in ("one", "three", "two")
     ]
-    assert all("1 passed" in line or "1 failed" in line for line in closing)
+    assert all("1 passed" in line or "1 failed" in line for line in suites)
+    failed = [line.split()[:2] for line in closing if line.startswith(" ")]
+    assert failed == ([["FAILED", f"{red}/test_{red}.py::test_it"]] if red else [])
 
 
 def test_told_to_end_it_ends_each_pytest_which_stops_what_it_started(checkout: Path) -> None:

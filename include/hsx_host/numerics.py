@@ -8,10 +8,11 @@ model itself counts by its config and weights.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 
-from hsx_host import servers
+from hsx_host import envfile, servers
 from hsx_host.contract import ServerSettings
 
 _HARMLESS_FLAGS = re.compile(
@@ -53,12 +54,25 @@ _HARMLESS_VARIABLES = re.compile(
     re.IGNORECASE,
 )
 
+# Of an env_file, which is for secrets, only what an engine reads.
+_ENGINE_VARIABLES = re.compile(
+    r"(SGLANG|SGL|TORCH\w*|PYTORCH|ATEN|CUBLAS\w*|CUDNN|CUDA|NVIDIA|TRITON|FLASHINFER|DG|MKL|HIP|ROCM|AITER|VLLM)_\w+"
+)
+
 
 def of(settings: ServerSettings) -> dict[str, str]:
-    """The flags (``--kv-cache-dtype``) and profile variables that can change rows, each with its value; no secrets."""
+    """The flags (``--kv-cache-dtype``) and profile variables that can change rows, each with its value; no secrets.
+
+    Of the engine's variables in ``env_file`` the first 12 hex digits of the value's SHA-256.
+    """
     given = {name: " ".join(values) for name, values in servers.flags(settings.args).items()}
     found = {name: value for name, value in given.items() if not _HARMLESS_FLAGS.fullmatch(name)}
     found |= {name: value for name, value in settings.env.items() if not _HARMLESS_VARIABLES.fullmatch(name)}
+    for name, value in envfile.variables(settings).items():
+        if name not in settings.env or value != settings.env[name]:
+            found.pop(name, None)
+            if _ENGINE_VARIABLES.fullmatch(name) and not _HARMLESS_VARIABLES.fullmatch(name):
+                found[name] = f"sha256 {hashlib.sha256(value.encode()).hexdigest()[:12]}"
     return {name: value for name, value in sorted(found.items()) if not servers.is_secret(name)}
 
 

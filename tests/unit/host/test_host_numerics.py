@@ -100,3 +100,29 @@ def test_the_model_of_the_flags_is_the_profiles(spec: c.RunSpec) -> None:
 def test_a_data_set_holds_no_secret(spec: c.RunSpec) -> None:
     given = under(under(spec, "--some-api-key s3cret --hf-token s3cret"), "DB_PASSWORD=s3cret")
     assert "s3cret" not in str(fingerprint.semantics(given))
+
+
+def test_an_engine_variable_of_the_env_file_makes_another_data_set_and_its_value_stays_there(
+    spec: c.RunSpec, tmp_path: Path
+) -> None:
+    file = tmp_path / "variables"
+    file.touch(mode=0o600)
+    given = replace(spec, extraction=replace(spec.extraction, env_file=str(file)))
+    ids = []
+    for text in ("DB_DSN=s3cret\nNCCL_ALGO=Ring\n", "DB_DSN=rotated\n", "SGLANG_X=s3cret\n", "SGLANG_X=1\n"):
+        file.write_text(text)
+        meaning = fingerprint.semantics(given)
+        ids.append(meaning.dataset_id)
+        assert "s3cret" not in str(meaning)
+    assert ids[0] == ids[1] == fingerprint.semantics(spec).dataset_id
+    assert len({ids[0], *ids[2:]}) == 3
+
+
+def test_a_variable_of_the_env_file_counts_before_the_profiles_own(spec: c.RunSpec, tmp_path: Path) -> None:
+    file = tmp_path / "variables"
+    file.touch(mode=0o600)
+    file.write_text("SGLANG_X=2\n")
+    own = under(spec, "SGLANG_X=1")
+    both = replace(own, extraction=replace(own.extraction, env_file=str(file)))
+    alone = replace(spec, extraction=replace(spec.extraction, env_file=str(file)))
+    assert numerics.of(both.extraction) == numerics.of(alone.extraction) != numerics.of(own.extraction)

@@ -20,12 +20,11 @@ from pathlib import Path
 
 import psutil
 
-from hsx_host import devices, procid, servers
+from hsx_host import devices, procid, servers, shm
 from hsx_host.errors import TryAgain
 from hsx_host.procid import ProcId
 from hsx_host.progress import log
 
-SHM = "/dev/shm/"
 _KILL_WAIT_S = 30.0
 _DEVICE_WAIT_S = 180.0
 _DYING_S = 0.5
@@ -58,7 +57,7 @@ class Owned:
         found |= self._cgroup() | self._marked()
         mine = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
         self.members = {p for p in found if p.pid not in mine}
-        self.shm.update(_shm_held_only_by(self.living()))
+        self.shm.update(shm.held_only_by({p.pid for p in self.living()}))
 
     def living(self) -> set[ProcId]:
         return {p for p in self.members | {self.main} if procid.alive(p)}
@@ -221,7 +220,7 @@ def stop(server: Owned, *, port: int, grace_s: float, memory_proved: bool = True
             fix="look what keeps them: a hung device or file system, or another user's rights",
         )
     held = _prove_gone(server, port, memory_proved)
-    _remove_shm(server.shm)
+    shm.remove(server.shm)
     return held
 
 
@@ -284,15 +283,6 @@ def _reused(pid: int, server: Owned) -> bool:
     return now is not None and now not in server.members
 
 
-def _remove_shm(segments: dict[str, int]) -> None:
-    """Remove recorded segments that are still the same file and that no process holds."""
-    left = {path: inode for path, inode in segments.items() if _inode(path) == inode}
-    held = _shm_of_everybody() if left else set()
-    for path in sorted(set(left) - held):
-        Path(path).unlink(missing_ok=True)
-        log(f"removed the shared memory that the server left: {path}")
-
-
 def _descendants(proc: ProcId) -> set[ProcId]:
     try:
         children = psutil.Process(proc.pid).children(recursive=True)
@@ -318,42 +308,6 @@ def _environ(pid: int) -> list[bytes]:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:  # gone meanwhile, or another user's
         return []
-
-
-def _shm_held_only_by(procs: set[ProcId]) -> dict[str, int]:
-    own = {path for p in procs for path in _shm_of(p.pid)}
-    if not own:
-        return {}
-    others = _shm_of_everybody(without={p.pid for p in procs})
-    inodes = {path: _inode(path) for path in own - others}
-    return {path: inode for path, inode in inodes.items() if inode is not None}
-
-
-def _shm_of_everybody(without: set[int] | None = None) -> set[str]:
-    return {path for pid in psutil.pids() if pid not in (without or set()) for path in _shm_of(pid)}
-
-
-def _shm_of(pid: int) -> set[str]:
-    """Files below /dev/shm that a process has mapped or open; deleted ones are of no interest."""
-    found = set()
-    try:
-        for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
-            if SHM in line:
-                found.add(line[line.index(SHM) :])
-        for fd in Path(f"/proc/{pid}/fd").iterdir():
-            target = os.readlink(fd)
-            if target.startswith(SHM):
-                found.add(target)
-    except OSError:
-        pass  # gone meanwhile, or another user's
-    return {path for path in found if not path.endswith(" (deleted)")}
-
-
-def _inode(path: str) -> int | None:
-    try:
-        return os.lstat(path).st_ino
-    except FileNotFoundError:
-        return None
 
 
 def _pid(proc: ProcId) -> int:

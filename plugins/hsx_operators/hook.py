@@ -21,13 +21,10 @@ from hsx_operators.answers import human_line, parse_answer, verb_command
 from hsx_operators.bundle import CHANGED, Bundle, check_command, make_bundle
 from hsx_operators.errors import (
     ConfigError,
-    HostError,
     HostGarbage,
-    HostKeyMismatch,
-    HostLoginRefused,
-    HostTryAgain,
     HostUnreachable,
 )
+from hsx_operators.ssh_errors import file_errors, ssh_errors
 
 T = TypeVar("T")
 
@@ -101,13 +98,13 @@ class GpuHostHook:
                     fix="take no_host_key_check and allow_host_key_change out of its extra, and set host_key",
                 )
         where = f"{self._ssh.remote_host}:{self._ssh.port}"
-        with _ssh_errors(self.ssh_conn_id, where):
+        with ssh_errors(self.ssh_conn_id, where):
             return self._ssh.get_conn()
 
     def _execute(self, command: str, timeout_s: float, on_line: Callable[[str], None]) -> tuple[int, str, str]:
         """Run one command; stderr goes to ``on_line`` while it comes. The timeout is for the whole command."""
         client = self.client()
-        with _ssh_errors(self.ssh_conn_id, "the open connection"):
+        with ssh_errors(self.ssh_conn_id, "the open connection"):
             transport = client.get_transport()
             if transport is None:
                 raise paramiko.SSHException("the connection is closed")
@@ -261,7 +258,7 @@ class GpuHostHook:
     def _sftp(self) -> Iterator[paramiko.SFTPClient]:
         client = self.client()
         try:
-            with _ssh_errors(self.ssh_conn_id, "the open connection"):
+            with ssh_errors(self.ssh_conn_id, "the open connection"):
                 sftp = client.open_sftp()
         except HostUnreachable as e:
             raise HostGarbage(
@@ -271,27 +268,8 @@ class GpuHostHook:
                 fix="switch on sshd's sftp subsystem, and let nothing in the login shell print",
             ) from None
         try:
-            yield sftp
-        except PermissionError as e:
-            raise ConfigError(
-                f"the login may not write there: {e}",
-                field="host.home",
-                value=self.home,
-                fix="give the folder to the connection's login, or set another home",
-            ) from None
-        except (EOFError, paramiko.SSHException) as e:
-            raise HostUnreachable(f"the connection broke while files were sent: {e}") from None
-        except OSError as e:
-            raise HostTryAgain(
-                "ship",
-                c.ErrorDoc(
-                    kind="again",
-                    message=f"files can't be put on the host: {e}",
-                    field="host.home",
-                    value=self.home,
-                    fix="look for a full or read-only disk",
-                ),
-            ) from None
+            with file_errors(self.home):
+                yield sftp
         finally:
             sftp.close()
 
@@ -311,43 +289,6 @@ def with_spec(verb: Sequence[str], spec_path: str) -> list[str]:
     words = list(verb)
     at = words.index("--") if "--" in words else len(words)
     return [*words[:at], "--spec", spec_path, *words[at:]]
-
-
-@contextlib.contextmanager
-def _ssh_errors(conn_id: str, where: str) -> Iterator[None]:
-    """What paramiko raises, told apart: another host key, a refused login, nobody there."""
-    try:
-        yield
-    except HostError:
-        raise
-    except paramiko.BadHostKeyException as e:
-        raise HostKeyMismatch(
-            f"{where} shows another host key ({e.key.get_name()}) than the connection names: is it the same machine?",
-            field="host.ssh_conn_id",
-            value=conn_id,
-            fix="compare the host's key with its owner, then set host_key in the connection's extra",
-        ) from None
-    except paramiko.AuthenticationException as e:
-        raise HostLoginRefused(
-            f"{where} refuses the login: {e}",
-            field="host.ssh_conn_id",
-            value=conn_id,
-            fix="correct the connection's login, password or private key",
-        ) from None
-    except (paramiko.SSHException, EOFError, OSError) as e:
-        if "not found in known_hosts" in str(e):
-            raise HostKeyMismatch(
-                f"the host key of {where} is not known",
-                field="host.ssh_conn_id",
-                value=conn_id,
-                fix="set host_key in the connection's extra",
-            ) from None
-        raise HostUnreachable(
-            f"{where} can't be reached: {e or type(e).__name__}",
-            field="host.ssh_conn_id",
-            value=conn_id,
-            fix="is the host up, and are host and port of the connection right?",
-        ) from None
 
 
 def _is_dir(sftp: paramiko.SFTPClient, path: str) -> bool:

@@ -32,12 +32,12 @@ _IN_ORDER = ("--no-loadscope-reorder",)
 # Airflow to look and leases to lapse. Workers share nothing; a server's tests, a file's tests, stay on one of them.
 TEST: tuple[tuple[Suite, ...], ...] = (
     (
-        ("host, unit", "host", ("tests/unit/host", "tests/unit/patches"), ("-n", "2")),
+        ("host, unit", "host", ("tests/unit/host", "tests/unit/patches"), ("-n", "3")),  # half of it waits for leases
         ("host, system", "host", ("tests/system",), ("-n", "2", "--dist", "loadscope", *SLOWEST)),
-        ("host, some faults", "host", ("tests/faults/host",), ("-n", "2", "-m", "quick")),
     ),
     (
         ("airflow, unit", "airflow", ("tests/unit/airflow", "tests/unit/demo"), ("-n", "2")),
+        ("host, some faults", "host", ("tests/faults/host",), ("-n", "2", "-m", "quick")),
         (
             "airflow, integration",
             "airflow",

@@ -371,7 +371,8 @@ class DagRun:
     def job(self) -> dict[str, Any]:
         """This run's newest extraction job on the host."""
         files = sorted((self.stand.home / "jobs").glob("extract-*/job.json"), key=lambda f: f.stat().st_mtime)
-        return [job for job in map(read_json, files) if job["run_id"] == self.id][-1]
+        mine = f"{self.dag_id}/{self.id}@"  # as the host knows the run
+        return [job for job in map(read_json, files) if job["run_id"].startswith(mine)][-1]
 
     def told_by_the_job(self) -> Counter[str]:
         """What that job has told, as a task's log shows it."""

@@ -122,7 +122,8 @@ def environment(home: Path, port: int, passwords: Path, extra: Mapping[str, str]
         "CORE__EXECUTION_API_SERVER_URL": f"http://127.0.0.1:{port}/execution/",
         "CORE__SIMPLE_AUTH_MANAGER_USERS": f"{USER}:admin",
         "CORE__SIMPLE_AUTH_MANAGER_PASSWORDS_FILE": str(passwords),
-        "DATABASE__SQL_ALCHEMY_CONN": f"sqlite:///{home / 'airflow.db'}",
+        # a writer waits a minute for the others before it is told "database is locked", instead of five seconds
+        "DATABASE__SQL_ALCHEMY_CONN": f"sqlite:///{home / 'airflow.db'}?timeout=60",
         "API__HOST": "127.0.0.1",
         "API__PORT": str(port),
         "API__BASE_URL": f"http://127.0.0.1:{port}",

@@ -255,7 +255,8 @@ def test_a_failed_shard_is_told_with_its_reason_and_cleared_in_the_ui(
     dialog = page.get_by_role("dialog")
     expect(dialog).to_be_visible()
     dialog.get_by_role("button", name=re.compile("Downstream", re.I)).click()
-    expect(dialog.get_by_text(re.compile(r"Affected Tasks: [1-9]"))).to_be_visible()
+    # more than the shard, its setups and restore: verify, handoff and what else follows too
+    expect(dialog.get_by_text(re.compile(r"Affected Tasks: 1\d"))).to_be_visible()
     picture(dialog, "clear-shard")
     dialog.get_by_role("button", name=re.compile("Confirm|Clear", re.I)).last.click()
     expect(dialog).to_be_hidden()
@@ -266,7 +267,6 @@ def test_the_second_try_ends_green_and_the_page_shows_what_became(
 ) -> None:
     assert stand.airflow is not None
     run = RUNS["real"]
-    client.clear(DAG_ID, run, ["extract"], only_failed=True, include_downstream=True)
     assert client.watch(DAG_ID, run, timeout_s=RUN_TIMEOUT_S) == "success"
     frame = hidden_states(page, stand, run)
     expect(frame.locator("a.cell.done")).to_have_count(6)

@@ -67,7 +67,7 @@ class AirflowClient:
         for again in (True, True, False):
             try:
                 answer = self._session.get(f"{self.url}/{path}", params=query, timeout=self._timeout_s)
-            except requests.ConnectionError:
+            except (requests.ConnectionError, requests.Timeout):
                 if not again:
                     raise
             else:

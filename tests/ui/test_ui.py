@@ -21,7 +21,7 @@ from conftest import picture
 from playwright.sync_api import Browser, BrowserContext, FrameLocator, Page, expect
 from stands import write_samples
 
-from hsx_demo.client import AirflowClient
+from hsx_demo.client import AirflowClient, Task
 from hsx_demo.stack import DAG_ID, Stack
 
 RUN_TIMEOUT_S = 1500.0
@@ -145,6 +145,20 @@ def test_a_dry_run_is_answered_on_the_page_without_logs(page: Page, stand: Stack
 # ------------------------------------------------------------------------------ while it runs
 
 
+def shard_that_tells(client: AirflowClient, run: str) -> Task:
+    """The shard at work, once its task has its name and its log a rate: neither is so in its first seconds."""
+    deadline = time.monotonic() + RUN_TIMEOUT_S
+    while time.monotonic() < deadline:
+        for task in client.tasks(DAG_ID, run):
+            at_work = task.task_id == "extract" and task.state in ("running", "deferred")
+            if at_work and task.label.startswith("shard 0000"):
+                lines = client.log_lines(DAG_ID, run, task)
+                if any(re.search(r"extract: \d+ of 60 .*tokens/s.*to go", line) for line in lines):
+                    return task
+        time.sleep(0.5)
+    raise AssertionError("no shard has told its rate")
+
+
 def test_progress_is_live_on_the_page_in_the_log_and_linked_from_the_task(
     page: Page, desk: BrowserContext, browser: Browser, stand: Stack, client: AirflowClient
 ) -> None:
@@ -184,12 +198,7 @@ def test_progress_is_live_on_the_page_in_the_log_and_linked_from_the_task(
         context.close()
 
     # the task itself: named by its shard, its log tells the rate, its link leads to the page while it runs
-    [task] = [t for t in client.tasks(DAG_ID, run) if t.task_id == "extract" and t.state in ("running", "deferred")]
-    assert task.label.startswith("shard 0000")
-    lines = [
-        line for line in client.log_lines(DAG_ID, run, task) if re.search(r"extract: \d+ of 60 .*tokens/s.*to go", line)
-    ]
-    assert lines
+    task = shard_that_tells(client, run)
     link = client.get(f"dags/{DAG_ID}/dagRuns/{run}/taskInstances/extract/links", map_index=task.map_index)[
         "extra_links"
     ]

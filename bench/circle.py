@@ -10,9 +10,9 @@ the DAG does: production up, ``plan``, ``top-up``, ``plan``, ``acquire``, ``serv
 - ``after-norm``: trained on final hidden states that were normed once more.
 - ``shuffled rows``: trained on hidden states whose rows are in another order than the tokens.
 
-For each fault ``verify`` is asked first whether it finds it, on a copy of the data set that has it, checksums and all
-made right again. ``table.json`` and ``table.md`` in the work folder are the result; a step that is done is not done
-again when the script is started anew.
+For each fault ``verify --reference`` is asked first whether it finds it, on a copy of the data set that has it,
+checksums and all made right again. On a GPU the trainings run beside each other. ``table.json`` and ``table.md`` in the
+work folder are the result; a step that is done is not done again when the script is started anew.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,16 @@ sys.path[:0] = [str(ROOT / "include"), str(ROOT / "bench")]
 
 import circle_faults  # noqa: E402
 import circle_prompts  # noqa: E402
+from gpu_servers import INHERITED, WITHOUT_FLASHINFER  # noqa: E402
 
-from hsx_host import acceptance, drafter, trainers, training_check  # noqa: E402
+from hsx_host import acceptance, drafter, state, trainers, training_check  # noqa: E402
 from hsx_host import contract as c  # noqa: E402
 
 CPU_FLAGS = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
              "--disable-cuda-graph", "--sleep-on-idle", "--max-total-tokens", "16384"]  # fmt: skip
+# Graphs for the few answers at once of the acceptance; prefill goes without, since its graphs are compiled first.
+GPU_FLAGS = ["--mem-fraction-static", "0.3", *WITHOUT_FLASHINFER, "--cuda-graph-max-bs", "8",
+             "--cuda-graph-backend-prefill", "disabled"]  # fmt: skip
 CPU_ENV = {"PYTHONPATH": str(ROOT / "include/patches/hsx_cpu"), "TORCHDYNAMO_DISABLE": "1",
            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"), "OMP_WAIT_POLICY": "PASSIVE"}  # fmt: skip
 
@@ -72,6 +77,7 @@ def arguments() -> argparse.ArgumentParser:
     p.add_argument("--temperature", type=float, default=0.0, help="of the top-up; served acceptance is greedy")
     p.add_argument("--steps", type=int, default=3, help="draft tokens in a chain")
     p.add_argument("--port", type=int, default=30990)
+    p.add_argument("--server-args", default="", help="more flags for every server, separated by spaces")
     p.add_argument("--controls", nargs="*", default=["layers", "norm", "rows"], choices=["layers", "norm", "rows"])
     p.add_argument("--train-args", default="--draft-vocab-size 8192 --epochs 20 --lr 1e-3 --total-seq-len 4096")
     return p
@@ -109,9 +115,8 @@ class Circle:
         """Production, extraction and acceptance are one launch with other flags, as a profile makes them."""
         args, cpu = self.args, self.args.device == "cpu"
         base = ["--model-path", str(args.model), "--random-seed", "0", "--context-length", "2048"]
-        flags = CPU_FLAGS if cpu else ["--mem-fraction-static", "0.3"]
-        installed = {"PYTHONPATH": os.environ["PYTHONPATH"]} if os.environ.get("PYTHONPATH") else {}
-        env = {"HF_HUB_OFFLINE": "1", **(CPU_ENV if cpu else installed)}
+        flags = [*(CPU_FLAGS if cpu else GPU_FLAGS), *args.server_args.split()]
+        env = {k: v for k, v in os.environ.items() if k.startswith(INHERITED)} | (CPU_ENV if cpu else {})
 
         def server(port: int, *more: str) -> c.ServerSettings:
             address = ["--host", "127.0.0.1", "--port", str(port)]
@@ -129,7 +134,7 @@ class Circle:
             model=c.ModelSettings(str(args.model.resolve()), ""),
             capture=c.CaptureSettings(list(args.layers), ["speculators_v1"], writers=2, ring_bytes=1 << 26),
             data=c.DataSettings(
-                str(self.work / "seed.jsonl"), "circle", 250, concurrency=args.concurrency, proof_samples=8
+                str(self.work / "seed.jsonl"), "circle", 1000, concurrency=args.concurrency, proof_samples=8
             ),
             benchmark=c.BenchmarkSettings(False, {}),
             cleanup=c.CleanupSettings(),
@@ -207,30 +212,37 @@ class Circle:
 
     def train(self) -> None:
         """The right drafter by the verb; the controls by its command on damaged copies, which verify sees first."""
-        if not (self.work / "train.json").exists():
-            self.kept("train", self.verb("train", "--handoff", self.handoff.path))
         for name in self.args.controls:
             copy = self.work / "faults" / name
             if not (self.work / f"fault-{name}.json").exists():
                 say(f"a copy of the data set with the fault: {circle_faults.TEXT[name]}")
                 shutil.rmtree(copy, ignore_errors=True)
-                circle_faults.damage(Path(self.handoff.path).parent, copy / "output", name, self.spec)
+                circle_faults.damage(copy / "output", name, self.spec)
                 self.kept(f"fault-{name}", self.ask_verify(copy))
-            if name != "layers":
-                self.train_control(name, copy)
+        damaged = [name for name in self.args.controls if name != "layers"]
+        with ThreadPoolExecutor(1 if self.args.device == "cpu" else 3) as pool:
+            right = pool.submit(self.train_right)
+            controls = [pool.submit(self.train_control, name, self.work / "faults" / name) for name in damaged]
+            for done in (right, *controls):
+                done.result()
+
+    def train_right(self) -> None:
+        if not (self.work / "train.json").exists():
+            self.kept("train", self.verb("train", "--handoff", self.handoff.path))
 
     def ask_verify(self, copy: Path) -> dict[str, Any]:
-        """What ``verify`` says of a damaged copy: its exit code and its document."""
+        """What ``verify`` says of a damaged copy: its exit code and the problems of its report."""
         spec = replace(
             self.spec, host=replace(self.spec.host, output_root=str(copy / "output"), home=str(copy / "home"))
         )
         file = copy / "spec.json"
         file.write_text(c.encode(spec))
         done = subprocess.run(
-            [sys.executable, "-m", "hsx_host", "verify", "--deep", "--spec", str(file)],
+            [sys.executable, "-m", "hsx_host", "verify", "--deep", "--reference", "4", "--spec", str(file)],
             env=program(), stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
-        return {"code": done.returncode, "answer": json.loads(done.stdout)}
+        report = state.read_document(c.VerifyReport, state.run_dir(spec) / "verify.json")
+        return {"code": done.returncode, "problems": report.problems if report else [done.stdout]}
 
     def train_control(self, name: str, copy: Path) -> None:
         """The right training's command, with the copy's data and checkpoints of its own."""
@@ -242,7 +254,9 @@ class Circle:
         words = trainers.places(settings, self.handoff, str(dataset / "v1")) | {"checkpoints": [str(save)]}
         command = trainers.fill(settings.command, words, "training.command")
         say(f"training on the copy: {' '.join(command)}")
-        subprocess.run(command, env={**os.environ, **settings.env}, check=True)
+        save.mkdir(parents=True, exist_ok=True)
+        with (save / "log").open("w") as log:
+            subprocess.run(command, env={**os.environ, **settings.env}, stdout=log, stderr=log, check=True)
         (save / "trained").touch()
 
     def serve(self) -> None:
@@ -273,13 +287,20 @@ class Circle:
             say(f"{name}: {result.text}")
             self.kept(f"acceptance-{name}", asdict(result))
 
+    def verdict(self, name: str) -> str:
+        """What verify said of the data: the problem that names the fault, or the first where none does."""
+        file = self.work / f"fault-{name}.json"
+        if not file.exists():
+            return "green"
+        found = json.loads(file.read_text())
+        named = [p for p in found["problems"] if circle_faults.NAMED[name] in p]
+        return f"exit {found['code']}: {named[0]}" if named else f"**not named**: {found['problems']}"
+
     def table(self) -> str:
         """``table.json`` and ``table.md``."""
         rows = []
         for name in ["right", *self.args.controls]:
             found = json.loads((self.work / f"acceptance-{name}.json").read_text())
-            fault = self.work / f"fault-{name}.json"
-            verify = json.loads(fault.read_text()) if fault.exists() else None
             rows.append(
                 {
                     "drafter": circle_faults.TEXT.get(name, "right"),
@@ -287,9 +308,7 @@ class Circle:
                     "tok_s": found["drafted"]["output_tok_s"],
                     "tok_s_alone": found["alone"]["output_tok_s"],
                     "same_output": f"{found['drafted']['same_output']} of {found['samples']}",
-                    "verify": "green"
-                    if verify is None
-                    else f"exit {verify['code']}: {verify['answer'].get('message', 'ok')}",
+                    "verify": self.verdict(name),
                 }
             )
         text = "| drafter | acceptance length | tok/s | alone | same output | verify of its data |\n"

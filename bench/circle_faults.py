@@ -2,65 +2,56 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hsx_host import contract as c
-from hsx_host import proof
-from hsx_host.formats import speculators_v1
+from hsx_host import fill, formats, proof
+from hsx_host.fingerprint import opened
+from hsx_host.manifest import Published, newest, read_lines, rewrite
+from hsx_host.norm import FinalNorm
+from hsx_host.shards import ShardFiles, shard_ids
 
 TEXT = {
     "layers": "layers off by one",
     "norm": "after-norm for before-norm",
     "rows": "shuffled rows",
 }
+#: What ``verify --reference`` must say of it.
+NAMED = {"layers": "off by +1", "norm": "the final hidden state is after the norm", "rows": "in another order"}
 
 
-def damage(dataset: Path, out: Path, fault: str, spec: c.RunSpec) -> Path:
-    """Copy ``dataset`` to a folder below ``out`` with the fault in every sample; the copy.
+def damage(out: Path, fault: str, spec: c.RunSpec) -> Path:
+    """Copy the spec's data set to a folder below ``out`` with the fault in every sample; the copy.
 
     ``layers`` needs hidden states that were never captured: those of the model itself, one layer deeper.
     """
+    dataset, meaning = opened(spec)
+    form = formats.primary(meaning.formats)
     copy = out / dataset.name
     shutil.copytree(dataset, copy, ignore=shutil.ignore_patterns("*.pt", "lock", "*.lock"))
-    norm = proof.NextToken(spec.model.path, dataset / proof.NORM_FILE)
+    norm = FinalNorm(dataset / proof.NORM_FILE, meaning.dtype)
     deeper = _Deeper(spec) if fault == "layers" else None
-    for manifest in sorted(copy.glob("shards/*/manifest.jsonl")):
-        lines = [json.loads(line) for line in manifest.read_text().splitlines()]
-        for line in lines:
-            body = torch.load(dataset / line["file"], weights_only=True)
-            planes = list(body["hidden_states"])
+    for shard in shard_ids(dataset):
+        lines = newest(read_lines(ShardFiles(dataset, shard).manifest, Published)[0])
+        for row, line in lines.items():
+            sample = form.load(dataset / line.file, meaning.shape)
+            planes = list(sample["planes"])
             if fault == "norm":
-                planes[-1] = norm.normed(planes[-1])
+                planes[-1] = norm.apply(planes[-1])
             elif fault == "rows":
-                order = torch.randperm(len(planes[0]), generator=torch.Generator().manual_seed(line["index"]))
-                planes = [plane[order].contiguous() for plane in planes]
+                order = torch.randperm(len(planes[0]), generator=torch.Generator().manual_seed(row))
+                planes = [plane[order] for plane in planes]
             elif deeper is not None:
-                planes = [*deeper.planes(body["input_ids"]), planes[-1]]
-            body["hidden_states"] = [plane.clone() for plane in planes]
-            path = copy / line["file"]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(body, path)
-            line["bytes"] = path.stat().st_size
-            line["crc32"] |= dict(zip(_names(spec), map(_crc, planes), strict=True))
-        manifest.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
-    for name in ("sample_lengths.json", "data_config.json"):
-        if (dataset / speculators_v1.FOLDER / name).exists():
-            shutil.copy2(dataset / speculators_v1.FOLDER / name, copy / speculators_v1.FOLDER / name)
+                planes = [*deeper.planes(sample["input_ids"]), planes[-1]]
+            size, crcs = fill.write_sample(form, copy / line.file, sample | {"planes": planes}, meaning.shape)
+            lines[row] = replace(line, bytes=size, crc32=crcs)
+        rewrite(ShardFiles(copy, shard).manifest, lines.values())
     return copy
-
-
-def _names(spec: c.RunSpec) -> list[str]:
-    return [*(f"layer_{k}" for k in spec.capture.layers), "final"]
-
-
-def _crc(plane: Any) -> int:
-    return zlib.crc32(plane.contiguous().view(torch.int16).numpy().tobytes())
 
 
 class _Deeper:

@@ -58,10 +58,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # What a server needs on a GPU where flashinfer is not installed. The all-reduce that is off is for small messages,
 # takes no part in prefill, and wants peer access between the GPUs.
-GPU_FLAGS = [
-    "--skip-tokenizer-init", "--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend",
-    "none", "--disable-flashinfer-autotune", "--disable-cuda-graph", "--disable-custom-all-reduce",
+WITHOUT_FLASHINFER = [
+    "--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none",
+    "--disable-flashinfer-autotune", "--disable-custom-all-reduce",
 ]  # fmt: skip
+GPU_FLAGS = [*WITHOUT_FLASHINFER, "--skip-tokenizer-init", "--disable-cuda-graph"]
 _DUMMY_FLAGS = [
     *GPU_FLAGS, "--load-format", "dummy", "--dtype", "bfloat16", "--mem-fraction-static", "0.85",
     "--max-total-tokens", "262144", "--random-seed", "0",

@@ -6,6 +6,7 @@ speculators' checkpoints nest the block's shape and name layers as vLLM does; SG
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -140,6 +141,13 @@ def _check_speculators(config: dict[str, Any], checkpoint: Path, handoff: Handof
             value=checkpoint,
             fix="train with --no-norm-before-residual",
         )
+    if config.get("norm_before_fc") and not _sglang_has("norm_before_fc"):
+        raise BadInput(
+            "was trained with norm_before_fc, which this SGLang would leave out without a word",
+            field="drafter",
+            value=checkpoint,
+            fix="serve it with SGLang 0.5.17 or later, or train with fc_norm",
+        )
     trained = list(config.get("eagle_aux_hidden_state_layer_ids") or [])
     if trained[: len(handoff.layers)] != handoff.layers:
         raise BadInput(
@@ -148,3 +156,10 @@ def _check_speculators(config: dict[str, Any], checkpoint: Path, handoff: Handof
             value=checkpoint,
             fix="train with the hand-off's layers: one off costs acceptance without a word",
         )
+
+
+def _sglang_has(option: str) -> bool:
+    """Whether the drafter's model in the installed SGLang knows ``option``; so says its source, which is not imported."""
+    found = importlib.util.find_spec("sglang")
+    folders = (found.submodule_search_locations or []) if found else []
+    return any(option in (Path(folder) / "srt/models/llama_eagle3.py").read_text() for folder in folders)

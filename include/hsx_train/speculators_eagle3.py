@@ -7,7 +7,8 @@ script's flag names, for speculators v1 files. It also runs where there is no ac
 
 Called again with the same ``--save-path``, it goes on from the newest whole checkpoint. Progress goes to stderr as JSON
 lines: ``{"progress": "train", "done": step, "total": steps, ...}``. The drafter has ``norm_before_residual`` off,
-since SGLang's EAGLE-3 model adds the residual before its norm.
+since SGLang's EAGLE-3 model adds the residual before its norm, and a norm for each layer before ``fc`` instead of one
+over all three (``norm_before_fc``), which SGLang 0.5.14 does not have.
 """
 
 from __future__ import annotations
@@ -136,7 +137,8 @@ def build_model(args: argparse.Namespace) -> Eagle3DraftModel:
         target_layer_ids=args.target_layer_ids,
         draft_vocab_size=args.draft_vocab_size or verifier.vocab_size,
         norm_before_residual=False,
-        norm_before_fc=True,
+        fc_norm=True,
+        norm_output=True,
         ttt_steps=args.ttt_steps,
         draft_attn_impl="simple_flex_attention" if ACCELERATED else "eager",
     )

@@ -214,6 +214,23 @@ def test_a_drafter_that_would_be_served_wrongly_is_refused(
         drafter.make_servable(checkpoint(tmp_path / "0", **changes), tmp_path / "served", given)
 
 
+def test_a_drafter_with_a_norm_that_this_sglang_lacks_is_refused(
+    given: c.HandoffResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = tmp_path / "site/sglang/srt/models"
+    models.mkdir(parents=True)
+    (tmp_path / "site/sglang/__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    for word, served in (("norm_before_fc", True), ("fc_norm", False)):
+        (models / "llama_eagle3.py").write_text(f"{word} = 1")
+        if served:
+            drafter.make_servable(checkpoint(tmp_path / "0"), tmp_path / "served", given)
+        else:
+            with h.refuses(BadInput, "drafter", "norm_before_fc"):
+                drafter.make_servable(checkpoint(tmp_path / "0"), tmp_path / "served", given)
+    drafter.make_servable(checkpoint(tmp_path / "1", norm_before_fc=False, fc_norm=True), tmp_path / "served", given)
+
+
 def test_layer_ids_of_a_setter_that_takes_them_as_they_are() -> None:
     assert drafter.sglang_layer_ids("DeepseekV3ForCausalLM", [3, 31, 59]) == [3, 31, 59]
     assert drafter.sglang_layer_ids("LlamaForCausalLM", [3, 31, 59]) == [2, 30, 58]

@@ -11,8 +11,9 @@ the DAG does: production up, ``plan``, ``top-up``, ``plan``, ``acquire``, ``serv
 - ``shuffled rows``: trained on hidden states whose rows are in another order than the tokens.
 
 For each fault ``verify --reference`` is asked first whether it finds it, on a copy of the data set that has it,
-checksums and all made right again. On a GPU the trainings run beside each other. ``table.json`` and ``table.md`` in the
-work folder are the result; a step that is done is not done again when the script is started anew.
+checksums and all made right again. ``table.json`` and ``table.md`` in the work folder are the result; a step that is
+done is not done again when the script is started anew. On a GPU trainings run beside each other, and so do the servers:
+their acceptance lengths count, their speeds don't; ``--one-by-one`` is for those.
 """
 
 from __future__ import annotations
@@ -41,9 +42,12 @@ from hsx_host import contract as c  # noqa: E402
 
 CPU_FLAGS = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
              "--disable-cuda-graph", "--sleep-on-idle", "--max-total-tokens", "16384"]  # fmt: skip
-# Graphs for the few answers at once of the acceptance; prefill goes without, since its graphs are compiled first.
-GPU_FLAGS = ["--mem-fraction-static", "0.3", *WITHOUT_FLASHINFER, "--cuda-graph-max-bs", "8",
-             "--cuda-graph-backend-prefill", "disabled"]  # fmt: skip
+# A pool that several servers have room for; prefill goes without graphs, since those are compiled first.
+GPU_FLAGS = [
+    "--mem-fraction-static", "0.8", "--max-total-tokens", "131072", *WITHOUT_FLASHINFER,
+    "--cuda-graph-backend-prefill", "disabled", "--cuda-graph-bs",
+]  # fmt: skip
+GRAPHS_OF_MANY, GRAPHS_OF_FEW = ["1", "8", "32", "64", "128"], ["1", "2"]
 CPU_ENV = {"PYTHONPATH": str(ROOT / "include/patches/hsx_cpu"), "TORCHDYNAMO_DISABLE": "1",
            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"), "OMP_WAIT_POLICY": "PASSIVE"}  # fmt: skip
 
@@ -78,6 +82,7 @@ def arguments() -> argparse.ArgumentParser:
     p.add_argument("--steps", type=int, default=3, help="draft tokens in a chain")
     p.add_argument("--port", type=int, default=30990)
     p.add_argument("--server-args", default="", help="more flags for every server, separated by spaces")
+    p.add_argument("--one-by-one", action="store_true", help="no two servers or trainings at once (always on a CPU)")
     p.add_argument("--controls", nargs="*", default=["layers", "norm", "rows"], choices=["layers", "norm", "rows"])
     p.add_argument("--train-args", default="--draft-vocab-size 8192 --epochs 20 --lr 1e-3 --total-seq-len 4096")
     return p
@@ -88,6 +93,7 @@ class Circle:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.work = args, args.work
+        self.at_once = 1 if args.device == "cpu" or args.one_by_one else 5
         self.times: dict[str, float] = {}
         self.prompt_files()
         self.spec = self.make_spec()
@@ -115,13 +121,15 @@ class Circle:
         """Production, extraction and acceptance are one launch with other flags, as a profile makes them."""
         args, cpu = self.args, self.args.device == "cpu"
         base = ["--model-path", str(args.model), "--random-seed", "0", "--context-length", "2048"]
-        flags = [*(CPU_FLAGS if cpu else GPU_FLAGS), *args.server_args.split()]
+        more_flags = args.server_args.split()
+        graphs = ([], []) if cpu else (GRAPHS_OF_MANY, GRAPHS_OF_FEW)
+        many, few = ([*(CPU_FLAGS if cpu else GPU_FLAGS), *sizes, *more_flags] for sizes in graphs)
         env = {k: v for k, v in os.environ.items() if k.startswith(INHERITED)} | (CPU_ENV if cpu else {})
 
-        def server(port: int, *more: str) -> c.ServerSettings:
+        def server(port: int, flags: list[str], *more: str) -> c.ServerSettings:
             address = ["--host", "127.0.0.1", "--port", str(port)]
-            graphs = [f for f in more if f not in flags]
-            return c.ServerSettings([*base, *flags, *graphs, *address], env, "127.0.0.1", port, 900.0, 30.0, 2)
+            own = [f for f in more if f not in flags]
+            return c.ServerSettings([*base, *flags, *own, *address], env, "127.0.0.1", port, 900.0, 30.0, 2)
 
         chunk = ("--chunked-prefill-size", "512")
         return c.RunSpec(
@@ -129,8 +137,8 @@ class Circle:
             profile="circle",
             manager="process",
             host=c.HostSettings(sys.executable, str(self.work / "home"), str(self.work / "output")),
-            production=server(args.port, *chunk),
-            extraction=server(args.port, *chunk, "--disable-radix-cache", "--disable-cuda-graph"),
+            production=server(args.port, many, *chunk),
+            extraction=server(args.port, many, *chunk, "--disable-radix-cache", "--disable-cuda-graph"),
             model=c.ModelSettings(str(args.model.resolve()), ""),
             capture=c.CaptureSettings(list(args.layers), ["speculators_v1"], writers=2, ring_bytes=1 << 26),
             data=c.DataSettings(
@@ -157,8 +165,8 @@ class Circle:
                     **({"PYTHONPATH": args.trainer_path} if args.trainer_path else {}),
                 },
                 acceptance=c.AcceptanceSettings(
-                    server=server(args.port + 1), prompts=str(self.work / "held_out.jsonl"), samples=args.held_out,
-                    output_tokens=64, concurrency=1, steps=args.steps,
+                    server=server(args.port + 10, few), prompts=str(self.work / "held_out.jsonl"),
+                    samples=args.held_out, output_tokens=64, concurrency=1, steps=args.steps,
                     draft_env={"TRITON_INTERPRET": "1"} if cpu else {},
                 ),
             ),
@@ -212,23 +220,24 @@ class Circle:
 
     def train(self) -> None:
         """The right drafter by the verb; the controls by its command on damaged copies, which verify sees first."""
-        for name in self.args.controls:
-            copy = self.work / "faults" / name
-            if not (self.work / f"fault-{name}.json").exists():
-                say(f"a copy of the data set with the fault: {circle_faults.TEXT[name]}")
-                shutil.rmtree(copy, ignore_errors=True)
-                circle_faults.damage(copy / "output", name, self.spec)
-                self.kept(f"fault-{name}", self.ask_verify(copy))
-        damaged = [name for name in self.args.controls if name != "layers"]
-        with ThreadPoolExecutor(1 if self.args.device == "cpu" else 3) as pool:
-            right = pool.submit(self.train_right)
-            controls = [pool.submit(self.train_control, name, self.work / "faults" / name) for name in damaged]
-            for done in (right, *controls):
+        with ThreadPoolExecutor(self.at_once) as pool:
+            for done in [pool.submit(self.train_right), *(pool.submit(self.control, n) for n in self.args.controls)]:
                 done.result()
 
     def train_right(self) -> None:
         if not (self.work / "train.json").exists():
             self.kept("train", self.verb("train", "--handoff", self.handoff.path))
+
+    def control(self, name: str) -> None:
+        """A copy with the fault, what verify says of it, and the drafter that learns from it."""
+        copy = self.work / "faults" / name
+        if not (self.work / f"fault-{name}.json").exists():
+            say(f"a copy of the data set with the fault: {circle_faults.TEXT[name]}")
+            shutil.rmtree(copy, ignore_errors=True)
+            circle_faults.damage(copy / "output", name, self.spec)
+            self.kept(f"fault-{name}", self.ask_verify(copy))
+        if name != "layers":
+            self.train_control(name, copy)
 
     def ask_verify(self, copy: Path) -> dict[str, Any]:
         """What ``verify`` says of a damaged copy: its exit code and the problems of its report."""
@@ -275,17 +284,22 @@ class Circle:
                 found = drafter.newest_checkpoint(self.work / "drafters" / f"control-{name}")
                 assert found is not None, name
                 made[name] = drafter.make_servable(found, folder / name, self.handoff)
-        alone = None
-        for name, where in made.items():
-            if (self.work / f"acceptance-{name}.json").exists():
-                continue
-            alone = alone or acceptance.serve_and_ask(sys.executable, settings, chosen, "alone", folder)
-            drafted = acceptance.serve_and_ask(
-                sys.executable, acceptance.with_drafter(settings, where), chosen, f"with {name}", folder
-            )
-            result = acceptance.compare(settings, str(where), chosen, alone, drafted)
-            say(f"{name}: {result.text}")
-            self.kept(f"acceptance-{name}", asdict(result))
+        todo = {name: where for name, where in made.items() if not (self.work / f"acceptance-{name}.json").exists()}
+
+        def answers(number: int, what: str, asked: c.AcceptanceSettings) -> list[acceptance.Answer]:
+            return acceptance.serve_and_ask(sys.executable, moved(asked, number), chosen, what, folder)
+
+        with ThreadPoolExecutor(self.at_once) as pool:
+            alone = pool.submit(answers, 0, "alone", settings) if todo else None
+            served = [
+                pool.submit(answers, number, f"with {name}", acceptance.with_drafter(settings, where))
+                for number, (name, where) in enumerate(todo.items(), start=1)
+            ]
+            for (name, where), drafted in zip(todo.items(), served, strict=True):
+                assert alone is not None
+                result = acceptance.compare(settings, str(where), chosen, alone.result(), drafted.result())
+                say(f"{name}: {result.text}")
+                self.kept(f"acceptance-{name}", asdict(result))
 
     def verdict(self, name: str) -> str:
         """What verify said of the data: the problem that names the fault, or the first where none does."""
@@ -328,6 +342,14 @@ def one_deeper(served: Path, out: Path) -> Path:
     config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [k + 1 for k in ids]
     (out / "config.json").write_text(json.dumps(config, indent=1))
     return out
+
+
+def moved(settings: c.AcceptanceSettings, number: int) -> c.AcceptanceSettings:
+    """The same on a port of its own; SGLang takes ports behind it too."""
+    port = settings.server.port + 20 * number
+    args = list(settings.server.args)
+    args[args.index("--port") + 1] = str(port)
+    return replace(settings, server=replace(settings.server, args=args, port=port))
 
 
 def program() -> dict[str, str]:

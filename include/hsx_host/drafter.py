@@ -159,7 +159,7 @@ def _check_speculators(config: dict[str, Any], checkpoint: Path, handoff: Handof
 
 
 def _sglang_has(option: str) -> bool:
-    """Whether the drafter's model in the installed SGLang knows ``option``; so says its source, which is not imported."""
+    """Whether the drafter's model in the installed SGLang knows ``option``: its source is read, not imported."""
     found = importlib.util.find_spec("sglang")
     folders = (found.submodule_search_locations or []) if found else []
     return any(option in (Path(folder) / "srt/models/llama_eagle3.py").read_text() for folder in folders)

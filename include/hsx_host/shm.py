@@ -1,4 +1,8 @@
-"""Shared memory below /dev/shm: which segments only a server holds, and their removal once it is gone."""
+"""Shared memory in /dev/shm: which segments only a server holds, and their removal once it is gone.
+
+A segment's name has no slash (shm_open(3)). What lies in a folder below /dev/shm is somebody's file: a model that was
+put there to load faster, a log, a data set.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,7 @@ def _of_everybody(without: set[int] | None = None) -> set[str]:
 
 
 def _of(pid: int) -> set[str]:
-    """Files below /dev/shm that a process has mapped or open; deleted ones are of no interest."""
+    """Segments that a process has mapped or open; deleted ones are of no interest."""
     found = set()
     try:
         for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
@@ -48,7 +52,7 @@ def _of(pid: int) -> set[str]:
                 found.add(target)
     except OSError:
         pass  # gone meanwhile, or another user's
-    return {path for path in found if not path.endswith(" (deleted)")}
+    return {path for path in found if "/" not in path.removeprefix(FOLDER) and not path.endswith(" (deleted)")}
 
 
 def _inode(path: str) -> int | None:

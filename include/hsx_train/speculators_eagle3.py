@@ -33,6 +33,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, LlamaConfig
 
 INTERVAL_S = 1.0
+READERS = 4
 ACCELERATED = torch.accelerator.is_available()  # not current_accelerator: a build with CUDA names it on any machine
 #: Of the forward pass. Most CPUs multiply bfloat16 many times slower than float32; checkpoints are bfloat16 anyway.
 DTYPE = torch.bfloat16 if ACCELERATED else torch.float32
@@ -169,7 +170,8 @@ def loader(files: list[Path], args: argparse.Namespace, hidden: int) -> DataLoad
         batch_max_length=args.total_seq_len, lengths=data.approx_lengths, num_replicas=1, rank=0
     )
     collate = CollateFn(args.total_seq_len, hidden, 3, DTYPE, preprocess=shift_batch)
-    return DataLoader(data, batch_sampler=sampler, collate_fn=collate, num_workers=0)
+    workers = READERS if ACCELERATED else 0  # on a CPU they would take it from the training
+    return DataLoader(data, batch_sampler=sampler, collate_fn=collate, num_workers=workers)
 
 
 class Told(Trainer):  # type: ignore[misc]

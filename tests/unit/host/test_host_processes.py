@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -155,8 +156,11 @@ def test_a_reused_pid_is_somebody_else(started: list[subprocess.Popen[str]]) -> 
 
 def test_own_shared_memory_goes_and_others_stays(started: list[subprocess.Popen[str]]) -> None:
     own, shared = (f"/dev/shm/hsx-test-{os.getpid()}-{name}" for name in ("own", "shared"))
+    folder = Path(f"/dev/shm/hsx-test-{os.getpid()}")
+    folder.mkdir()
+    log = folder / "server.log"  # as a model, or a data set, that somebody keeps in memory
     holder = "import sys, time; kept = [open(p, 'w') for p in sys.argv[1:]]; print('up', flush=True); time.sleep(600)"
-    main, other = run(started, holder, own, shared), run(started, holder, shared)
+    main, other = run(started, holder, own, shared, str(log)), run(started, holder, shared)
     for p in (main, other):
         assert p.stdout is not None
         p.stdout.readline()
@@ -166,7 +170,9 @@ def test_own_shared_memory_goes_and_others_stays(started: list[subprocess.Popen[
         processes.stop(tree, port=free_port(), grace_s=2.0)
         assert not os.path.exists(own)
         assert os.path.exists(shared)
+        assert log.exists(), "a file in a folder is no segment"
     finally:
+        shutil.rmtree(folder)
         for path in (own, shared):
             Path(path).unlink(missing_ok=True)
 

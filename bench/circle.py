@@ -35,21 +35,10 @@ sys.path[:0] = [str(ROOT / "include"), str(ROOT / "bench")]
 
 import circle_faults  # noqa: E402
 import circle_prompts  # noqa: E402
-from gpu_servers import INHERITED, WITHOUT_FLASHINFER  # noqa: E402
+from circle_spec import make_spec, moved  # noqa: E402
 
 from hsx_host import acceptance, drafter, state, trainers, training_check  # noqa: E402
 from hsx_host import contract as c  # noqa: E402
-
-CPU_FLAGS = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
-             "--disable-cuda-graph", "--sleep-on-idle", "--max-total-tokens", "16384"]  # fmt: skip
-# A pool that several servers have room for; prefill goes without graphs, since those are compiled first.
-GPU_FLAGS = [
-    "--mem-fraction-static", "0.8", "--max-total-tokens", "131072", *WITHOUT_FLASHINFER,
-    "--cuda-graph-backend-prefill", "disabled", "--cuda-graph-bs",
-]  # fmt: skip
-GRAPHS_OF_MANY, GRAPHS_OF_FEW = ["1", "8", "32", "64", "128"], ["1", "2"]
-CPU_ENV = {"PYTHONPATH": str(ROOT / "include/patches/hsx_cpu"), "TORCHDYNAMO_DISABLE": "1",
-           "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"), "OMP_WAIT_POLICY": "PASSIVE"}  # fmt: skip
 
 
 def main() -> int:
@@ -96,11 +85,9 @@ class Circle:
         self.at_once = 1 if args.device == "cpu" or args.one_by_one else 5
         self.times: dict[str, float] = {}
         self.prompt_files()
-        self.spec = self.make_spec()
+        self.spec = make_spec(args)
         self.spec_file = self.work / "spec.json"
         self.spec_file.write_text(c.encode(self.spec))
-
-    # ------------------------------------------------------------------ what is run
 
     def prompt_files(self) -> None:
         """Prompts to train on and held out, and the few samples that the data file begins with."""
@@ -116,61 +103,6 @@ class Circle:
         ids = [list(range(5, 5 + n)) for n in (9, 12)]
         seeds = [json.dumps({"input_ids": i, "loss_mask": [0] * (len(i) - 1) + [1]}) for i in ids]
         (self.work / "seed.jsonl").write_text("\n".join(seeds) + "\n")
-
-    def make_spec(self) -> c.RunSpec:
-        """Production, extraction and acceptance are one launch with other flags, as a profile makes them."""
-        args, cpu = self.args, self.args.device == "cpu"
-        base = ["--model-path", str(args.model), "--random-seed", "0", "--context-length", "2048"]
-        more_flags = args.server_args.split()
-        graphs = ([], []) if cpu else (GRAPHS_OF_MANY, GRAPHS_OF_FEW)
-        many, few = ([*(CPU_FLAGS if cpu else GPU_FLAGS), *sizes, *more_flags] for sizes in graphs)
-        env = {k: v for k, v in os.environ.items() if k.startswith(INHERITED)} | (CPU_ENV if cpu else {})
-
-        def server(port: int, flags: list[str], *more: str) -> c.ServerSettings:
-            address = ["--host", "127.0.0.1", "--port", str(port)]
-            own = [f for f in more if f not in flags]
-            return c.ServerSettings([*base, *flags, *own, *address], env, "127.0.0.1", port, 900.0, 30.0, 2)
-
-        chunk = ("--chunked-prefill-size", "512")
-        return c.RunSpec(
-            run_id="circle",
-            profile="circle",
-            manager="process",
-            host=c.HostSettings(sys.executable, str(self.work / "home"), str(self.work / "output")),
-            production=server(args.port, many, *chunk),
-            extraction=server(args.port, many, *chunk, "--disable-radix-cache", "--disable-cuda-graph"),
-            model=c.ModelSettings(str(args.model.resolve()), ""),
-            capture=c.CaptureSettings(list(args.layers), ["speculators_v1"], writers=2, ring_bytes=1 << 26),
-            data=c.DataSettings(
-                str(self.work / "seed.jsonl"), "circle", 1000, concurrency=args.concurrency, proof_samples=8
-            ),
-            benchmark=c.BenchmarkSettings(False, {}),
-            cleanup=c.CleanupSettings(),
-            lease_ttl_s=3600.0,
-            top_up=c.TopUpSettings(
-                samples=args.samples, prompts=str(self.work / "train.jsonl"), concurrency=args.concurrency,
-                temperature=args.temperature, max_new_tokens=args.answer,
-            ),
-            training=c.TrainingSettings(
-                name="speculators",
-                command=["{python}", "{bundle}/hsx_train/speculators_eagle3.py", "--verifier-name-or-path", "{model}",
-                         "--data-path", "{data}", "--save-path", "{checkpoints}", "--target-layer-ids", "{layers}",
-                         *args.train_args.split()],
-                format="speculators_v1",
-                root=str(self.work / "drafters"),
-                python=args.trainer_python,
-                env={
-                    "HF_HUB_OFFLINE": "1",
-                    **({k: v for k, v in CPU_ENV.items() if k != "PYTHONPATH"} if cpu else {}),
-                    **({"PYTHONPATH": args.trainer_path} if args.trainer_path else {}),
-                },
-                acceptance=c.AcceptanceSettings(
-                    server=server(args.port + 10, few), prompts=str(self.work / "held_out.jsonl"),
-                    samples=args.held_out, output_tokens=64, concurrency=1, steps=args.steps,
-                    draft_env={"TRITON_INTERPRET": "1"} if cpu else {},
-                ),
-            ),
-        )  # fmt: skip
 
     def verb(self, verb: str, *args: str, ok: tuple[int, ...] = (0,)) -> dict[str, Any]:
         """One verb to its end, its progress on our stderr; the document it answers with."""
@@ -342,14 +274,6 @@ def one_deeper(served: Path, out: Path) -> Path:
     config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [k + 1 for k in ids]
     (out / "config.json").write_text(json.dumps(config, indent=1))
     return out
-
-
-def moved(settings: c.AcceptanceSettings, number: int) -> c.AcceptanceSettings:
-    """The same on a port of its own; SGLang takes ports behind it too."""
-    port = settings.server.port + 20 * number
-    args = list(settings.server.args)
-    args[args.index("--port") + 1] = str(port)
-    return replace(settings, server=replace(settings.server, args=args, port=port))
 
 
 def program() -> dict[str, str]:

@@ -7,13 +7,21 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
+import host_data as h
 import pytest
+import torch
 from host_lifecycle import clean_up, make_spec
+from host_stand_in import StandIn
+from safetensors.torch import save_file
 
+from hsx_host import borrow, extract, plan, proof, serve
 from hsx_host import contract as c
 
 
@@ -23,6 +31,61 @@ def spec(tmp_path: Path) -> Iterator[c.RunSpec]:
     spec = make_spec(tmp_path)
     yield spec
     clean_up(spec)
+
+
+@pytest.fixture
+def by_hand() -> Iterator[list[subprocess.Popen[bytes]]]:
+    found: list[subprocess.Popen[bytes]] = []
+    yield found
+    for p in found:
+        p.kill()
+        p.wait()
+
+
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "_PAUSES_S", (0.01, 0.01))
+
+
+@pytest.fixture
+def borrowed(spec: c.RunSpec) -> c.RunSpec:
+    """Extraction under the run's lease, as its setups leave it."""
+    spec = replace(spec, lease_ttl_s=300.0)
+    serve.ensure(spec, "production")
+    borrow.acquire(spec, by_step=False)
+    serve.ensure(spec, "extraction")
+    return spec
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[StandIn]:
+    (tmp_path / "spool").mkdir()
+    made = StandIn(tmp_path / "spool")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def shard(server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> c.RunSpec:
+    """A planned shard of six samples, with the stand-in as its extraction server."""
+    spec = h.make_spec(
+        tmp_path, h.write_lines(tmp_path / "d.jsonl", h.samples(6)), shard_size=8, tries=3, request_timeout_s=20.0
+    )
+    plan.run(spec, Namespace(dry_run=False, failed=False))
+    weight = {"weight": torch.ones(h.HIDDEN).bfloat16(), "eps": torch.tensor([1e-5], dtype=torch.float64)}
+    save_file(weight, server.spool / proof.NORM_FILE)
+    prover = proof.NextToken(spec.model.path, server.spool / proof.NORM_FILE)
+    head = torch.from_numpy(prover.head.rows(0, prover.head.shape[0]))
+    server.next_token = lambda last: int((head @ prover.normed(last).float()).argmax())
+
+    @contextmanager
+    def borrowed(given: c.RunSpec) -> Iterator[None]:
+        yield
+
+    monkeypatch.setattr(borrow, "extraction_server", borrowed)
+    monkeypatch.setattr(extract, "live_engine", lambda given: server.engine())
+    monkeypatch.setattr(extract, "ready_norm_class", lambda spool: "RMSNorm")
+    return spec
 
 
 @pytest.fixture(autouse=True)

@@ -153,3 +153,25 @@ def living_guards(spec: c.RunSpec) -> list[procid.ProcId]:
 def live_lease(spec: c.RunSpec) -> c.Lease:
     """The lease alone; a transition away from production starts its guard."""
     return lease.acquire(spec)
+
+
+def two_guards(spec: c.RunSpec) -> list[procid.ProcId]:
+    return wait_for(lambda: (g := living_guards(spec)) and len(g) == 2 and g)
+
+
+def kill(*procs: procid.ProcId) -> None:
+    for p in procs:
+        procid.send(p, signal.SIGKILL)
+    wait_for(lambda: not any(procid.alive(p) for p in procs))
+
+
+def is_given_back(spec: c.RunSpec) -> bool:
+    return serve.mode_now(spec) == "production" and lease.read(spec) is None
+
+
+def verbless_mode(spec: c.RunSpec) -> str:
+    """The mode on record, "stopped" where the server does not live."""
+    server = state.read_server(spec)
+    if server is None or server.phase == "stopped" or not procid.alive(procid.ProcId(server.pid, server.start)):
+        return "stopped"
+    return server.mode if server.phase == "running" else "starting"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import threading
 import zlib
+from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,9 @@ import host_data as h
 import numpy as np
 
 from hsx_host import contract as c
-from hsx_host import formats
+from hsx_host import extract, fingerprint, formats
 from hsx_host.client import Engine
+from hsx_host.shards import ShardFiles
 from hsx_host.spool import CaptureRecord, CaptureRequest, PlaneRecord
 
 Change = Callable[[dict[str, Any], CaptureRecord], "tuple[dict[str, Any], CaptureRecord | None]"]
@@ -100,3 +103,36 @@ class StandIn:
                 pass
 
         return Handler
+
+
+def meta(answer: dict[str, Any], **values: Any) -> dict[str, Any]:
+    return {**answer, "meta_info": {**answer["meta_info"], **values}}
+
+
+def planes(record: CaptureRecord, **flags: Any) -> CaptureRecord:
+    return replace(record, planes=[replace(record.planes[0], **flags), *record.planes[1:]])
+
+
+FAULTS: dict[str, tuple[Change, str]] = {
+    "rows missing": (lambda a, r: (a, replace(r, rows=8)), "9 sent, 8 dumped, 0 cached: 8 rows for 9 tokens"),
+    "cached": (lambda a, r: (meta(a, cached_tokens=4), r), "4 tokens came from a cache"),
+    "no count of cached": (lambda a, r: (meta(a, cached_tokens=None), r), "None tokens came from a cache"),
+    "prompt cut": (lambda a, r: (meta(a, prompt_tokens=5), r), "counted 5 prompt tokens"),
+    "other ids": (lambda a, r: (a, replace(r, ids_crc32=1)), "other token ids"),
+    "NaN": (lambda a, r: (a, planes(r, finite=False)), "layer_1 is not finite"),
+    "zero": (lambda a, r: (a, planes(r, zero=True, constant=True)), "layer_1 is all zero"),
+    "constant": (lambda a, r: (a, planes(r, constant=True)), "layer_1 is constant"),
+    "plane missing": (lambda a, r: (a, replace(r, planes=r.planes[1:])), "planes ['layer_3'"),
+    "planes swapped": (lambda a, r: (a, replace(r, planes=r.planes[::-1])), "planes ['final'"),
+    "plugin's error": (lambda a, r: (a, replace(r, error="a writer broke", rows=3)), "the plugin says: a writer broke"),
+    "no token": (lambda a, r: ({**a, "output_ids": []}, r), "output_ids are []"),
+    "no meta_info": (lambda a, r: ({"text": ""}, r), "no meta_info"),
+}
+
+
+def extracted(spec: c.RunSpec) -> c.ShardSummary:
+    return extract.run(spec, Namespace(shard=0, stop_after=0.0))
+
+
+def files_of(spec: c.RunSpec) -> ShardFiles:
+    return ShardFiles(fingerprint.opened(spec)[0], 0)

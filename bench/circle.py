@@ -44,7 +44,7 @@ from hsx_host import contract as c  # noqa: E402
 def main() -> int:
     """All steps in order; 0 where the table is written."""
     args = arguments().parse_args()
-    args.work = args.work.resolve()
+    args.work, args.model = args.work.resolve(), args.model.resolve()  # servers run in a folder of their own
     args.work.mkdir(parents=True, exist_ok=True)
     circle = Circle(args)
     circle.data()

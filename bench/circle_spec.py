@@ -47,7 +47,7 @@ def make_spec(args: Namespace) -> c.RunSpec:
         host=c.HostSettings(sys.executable, str(args.work / "home"), str(args.work / "output")),
         production=server(args.port, many, *chunk),
         extraction=server(args.port, many, *chunk, "--disable-radix-cache", "--disable-cuda-graph"),
-        model=c.ModelSettings(str(args.model.resolve()), ""),
+        model=c.ModelSettings(str(args.model), ""),
         capture=c.CaptureSettings(list(args.layers), ["speculators_v1"], writers=2, ring_bytes=1 << 26),
         data=c.DataSettings(
             str(args.work / "seed.jsonl"), "circle", 1000, concurrency=args.concurrency, proof_samples=8

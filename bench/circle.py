@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "include"), str(ROOT / "bench")]
+sys.path[:0] = [str(ROOT / "include"), str(ROOT / "bench"), str(ROOT / "tests/system")]
 
-import circle_faults  # noqa: E402
 import circle_prompts  # noqa: E402
+import faulty_sets  # noqa: E402
 from circle_spec import make_spec, moved  # noqa: E402
 
 from hsx_host import acceptance, drafter, state, trainers, training_check  # noqa: E402
@@ -134,7 +134,7 @@ class Circle:
             self.kept("probe", self.verb("probe"))
             for shard in planned["shards"]:
                 self.kept(f"extract-{shard['id']}", self.verb("extract", "--shard", str(shard["id"])))
-            self.kept("verify", self.verb("verify", "--deep"))
+            self.kept("verify", self.verb("verify", "--deep", "--reference", "4"))
             handoff = self.verb("handoff")
         finally:
             self.verb("acquire", ok=(0, 75))
@@ -164,9 +164,9 @@ class Circle:
         """A copy with the fault, what verify says of it, and the drafter that learns from it."""
         copy = self.work / "faults" / name
         if not (self.work / f"fault-{name}.json").exists():
-            say(f"a copy of the data set with the fault: {circle_faults.TEXT[name]}")
+            say(f"a copy of the data set with the fault: {faulty_sets.TEXT[name]}")
             shutil.rmtree(copy, ignore_errors=True)
-            circle_faults.damage(copy / "output", name, self.spec)
+            faulty_sets.damage(copy / "output", name, self.spec)
             self.kept(f"fault-{name}", self.ask_verify(copy))
         if name != "layers":
             self.train_control(name, copy)
@@ -239,7 +239,7 @@ class Circle:
         if not file.exists():
             return "green"
         found = json.loads(file.read_text())
-        named = [p for p in found["problems"] if circle_faults.NAMED[name] in p]
+        named = [p for p in found["problems"] if faulty_sets.NAMED[name] in p]
         return f"exit {found['code']}: {named[0]}" if named else f"**not named**: {found['problems']}"
 
     def table(self) -> str:
@@ -249,7 +249,7 @@ class Circle:
             found = json.loads((self.work / f"acceptance-{name}.json").read_text())
             rows.append(
                 {
-                    "drafter": circle_faults.TEXT.get(name, "right"),
+                    "drafter": faulty_sets.TEXT.get(name, "right"),
                     "acceptance_length": found["drafted"]["acceptance_length"],
                     "tok_s": found["drafted"]["output_tok_s"],
                     "tok_s_alone": found["alone"]["output_tok_s"],

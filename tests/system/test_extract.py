@@ -10,10 +10,12 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import extraction_host
+import faulty_sets
 import models
 import numpy as np
 import pytest
@@ -126,7 +128,7 @@ def test_summary_plan_and_files_agree(extracted: Host) -> None:
 
 
 def test_verify_handoff_convert(extracted: Host, tmp_path: Path, tiny_llama: Path) -> None:
-    report = extracted.verb("verify", "--deep")
+    report = extracted.verb("verify", "--deep", "--reference", "4")
     assert (report["ok"], report["samples"], report["missing"], report["proved"]) == (True, len(LENGTHS), 0, 4)
     handoff = extracted.verb("handoff")
     assert handoff["samples"] == len(LENGTHS)
@@ -141,6 +143,14 @@ def test_verify_handoff_convert(extracted: Host, tmp_path: Path, tiny_llama: Pat
     assert body["aux_hidden_state"].shape == (1, LENGTHS[3], 3 * source["hidden_states"][0].shape[1])
     after = Reference(tiny_llama).normed(source["input_ids"])
     assert Reference.off(body["hidden_state"][0], after) < NEAR
+
+
+@pytest.mark.parametrize("fault", faulty_sets.TEXT)
+def test_verify_names_the_fault_of_a_wrong_extraction(extracted: Host, tmp_path: Path, fault: str) -> None:
+    faulty_sets.damage(tmp_path / "output", fault, extracted.spec)
+    host = replace(extracted.spec.host, home=str(tmp_path / "home"), output_root=str(tmp_path / "output"))
+    wrong = Host(tmp_path, replace(extracted.spec, host=host))
+    assert faulty_sets.NAMED[fault] in wrong.verb("verify", "--deep", "--reference", "4", code=3)["message"]
 
 
 def test_again_does_nothing_and_a_cut_file_is_redone(extracted: Host) -> None:

@@ -221,6 +221,7 @@ def test_a_drafter_with_a_norm_that_this_sglang_lacks_is_refused(
     models.mkdir(parents=True)
     (tmp_path / "site/sglang/__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.delitem(sys.modules, "sglang", raising=False)  # another test may have imported the real one
     for word, served in (("norm_before_fc", True), ("fc_norm", False)):
         (models / "llama_eagle3.py").write_text(f"{word} = 1")
         if served:

@@ -10,18 +10,16 @@ import signal
 import subprocess
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import host_data as h
 import pytest
-import torch
 from host_lifecycle import clean_up, make_spec
-from host_stand_in import StandIn
-from safetensors.torch import save_file
+from host_stand_in import StandIn, serve_extraction
 
-from hsx_host import borrow, extract, plan, proof, serve
+from hsx_host import borrow, plan, serve
 from hsx_host import contract as c
 
 
@@ -72,19 +70,7 @@ def shard(server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> c
         tmp_path, h.write_lines(tmp_path / "d.jsonl", h.samples(6)), shard_size=8, tries=3, request_timeout_s=20.0
     )
     plan.run(spec, Namespace(dry_run=False, failed=False))
-    weight = {"weight": torch.ones(h.HIDDEN).bfloat16(), "eps": torch.tensor([1e-5], dtype=torch.float64)}
-    save_file(weight, server.spool / proof.NORM_FILE)
-    prover = proof.NextToken(spec.model.path, server.spool / proof.NORM_FILE)
-    head = torch.from_numpy(prover.head.rows(0, prover.head.shape[0]))
-    server.next_token = lambda last: int((head @ prover.normed(last).float()).argmax())
-
-    @contextmanager
-    def borrowed(given: c.RunSpec) -> Iterator[None]:
-        yield
-
-    monkeypatch.setattr(borrow, "extraction_server", borrowed)
-    monkeypatch.setattr(extract, "live_engine", lambda given: server.engine())
-    monkeypatch.setattr(extract, "ready_norm_class", lambda spool: "RMSNorm")
+    serve_extraction(server, spec, monkeypatch)
     return spec
 
 

@@ -6,7 +6,8 @@ import json
 import threading
 import zlib
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,9 +15,12 @@ from typing import Any
 
 import host_data as h
 import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
 
+from hsx_host import borrow, extract, fingerprint, formats, proof
 from hsx_host import contract as c
-from hsx_host import extract, fingerprint, formats
 from hsx_host.client import Engine
 from hsx_host.shards import ShardFiles
 from hsx_host.spool import CaptureRecord, CaptureRequest, PlaneRecord
@@ -103,6 +107,23 @@ class StandIn:
                 pass
 
         return Handler
+
+
+def serve_extraction(server: StandIn, spec: c.RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the stand-in the extraction server of a planned run; its next tokens are those of the model's head."""
+    weight = {"weight": torch.ones(h.HIDDEN).bfloat16(), "eps": torch.tensor([1e-5], dtype=torch.float64)}
+    save_file(weight, server.spool / proof.NORM_FILE)
+    prover = proof.NextToken(spec.model.path, server.spool / proof.NORM_FILE)
+    head = torch.from_numpy(prover.head.rows(0, prover.head.shape[0]))
+    server.next_token = lambda last: int((head @ prover.normed(last).float()).argmax())
+
+    @contextmanager
+    def borrowed(given: c.RunSpec) -> Iterator[None]:
+        yield
+
+    monkeypatch.setattr(borrow, "extraction_server", borrowed)
+    monkeypatch.setattr(extract, "live_engine", lambda given: server.engine())
+    monkeypatch.setattr(extract, "ready_norm_class", lambda spool: "RMSNorm")
 
 
 def meta(answer: dict[str, Any], **values: Any) -> dict[str, Any]:

@@ -12,41 +12,24 @@ from pathlib import Path
 
 import host_data as h
 import pytest
-import torch
-from host_stand_in import StandIn
-from safetensors.torch import save_file
+from host_stand_in import StandIn, serve_extraction
 
-from hsx_host import borrow, convert, extract, fingerprint, handoff, plan, proof, verify
 from hsx_host import contract as c
+from hsx_host import convert, extract, fingerprint, handoff, plan, verify
 from hsx_host.errors import HsxError, Refused
 from hsx_host.formats import speculators_v1 as v1
 from hsx_host.shards import FIRST_TOP_UP, ShardFiles
 
 
 @pytest.fixture
-def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[c.RunSpec, StandIn]]:
+def whole(server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[c.RunSpec, StandIn]:
     """Two extracted shards of four samples, from the stand-in."""
-    (tmp_path / "spool").mkdir()
-    server = StandIn(tmp_path / "spool")
     spec = h.make_spec(tmp_path, h.write_lines(tmp_path / "d.jsonl", h.samples(8)), shard_size=4)
     plan.run(spec, Namespace(dry_run=False, failed=False))
-    weight = {"weight": torch.ones(h.HIDDEN).bfloat16(), "eps": torch.tensor([1e-5], dtype=torch.float64)}
-    save_file(weight, server.spool / proof.NORM_FILE)
-    prover = proof.NextToken(spec.model.path, server.spool / proof.NORM_FILE)
-    head = torch.from_numpy(prover.head.rows(0, h.VOCAB))
-    server.next_token = lambda last: int((head @ prover.normed(last).float()).argmax())
-
-    @contextmanager
-    def borrowed(given: c.RunSpec) -> Iterator[None]:
-        yield
-
-    monkeypatch.setattr(borrow, "extraction_server", borrowed)
-    monkeypatch.setattr(extract, "live_engine", lambda given: server.engine())
-    monkeypatch.setattr(extract, "ready_norm_class", lambda spool: "RMSNorm")
+    serve_extraction(server, spec, monkeypatch)
     for shard in (0, 1):
         extract.run(spec, Namespace(shard=shard, stop_after=0.0))
-    yield spec, server
-    server.close()
+    return spec, server
 
 
 def flip(path: Path, at: int) -> None:

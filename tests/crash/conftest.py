@@ -43,7 +43,7 @@ def setting(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Itera
     """A host in extraction mode, and a data set that nothing interrupted."""
     root = tmp_path_factory.mktemp("crash")
     data = extraction_host.write_data(root / "whole.jsonl", LENGTHS, seed=11)
-    spec = extraction_host.spec_of(root, tiny_llama, data, shard_size=len(LENGTHS), concurrency=4, forked=True)
+    spec = extraction_host.spec_of(root, tiny_llama, data, shard_size=len(LENGTHS), concurrency=4)
     host = Host(root, spec)
     host.verb("acquire")
     try:

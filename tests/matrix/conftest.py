@@ -50,9 +50,7 @@ def capturing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
         stop()
         folder = tmp_path_factory.mktemp("capturing")
         client = Client(folder, LAYERS[kind], models.HIDDEN[kind], models.BLOCKS[kind])
-        client.server = sglang_server.start(
-            model, folder / "server.log", spec=client.write_spec(), forked=True, **options
-        )
+        client.server = sglang_server.start(model, folder / "server.log", spec=client.write_spec(), **options)
         now.append((wanted, client))
         return client
 

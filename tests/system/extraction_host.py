@@ -23,15 +23,15 @@ CHUNK = 64
 
 
 def spec_of(
-    root: Path, model: Path, data: Path, *, layers: Sequence[int] = LAYERS, forked: bool = False, **settings: Any
+    root: Path, model: Path, data: Path, *, layers: Sequence[int] = LAYERS, **settings: Any
 ) -> contract.RunSpec:
-    """A RunSpec of real SGLang on the CPU; ``settings`` go to DataSettings. ``forked``: as ``sglang_server.start``."""
+    """A RunSpec of real SGLang on the CPU, forked as by ``sglang_server.start``; ``settings`` go to DataSettings."""
 
     def server(port: int, *flags: str) -> contract.ServerSettings:
         address = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)]
         chunk = ["--chunked-prefill-size", str(CHUNK)]
-        path = [str(sglang_server.CPU)] + ([str(sglang_server.FORKED)] if forked else [])
-        env = {"PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join([str(sglang_server.CPU), str(sglang_server.FORKED)])
+        env = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         args = [*address, *sglang_server.FLAGS, *chunk, *flags]
         return contract.ServerSettings(args, env, "127.0.0.1", port, 900.0, 10.0, 2)
 

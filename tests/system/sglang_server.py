@@ -100,17 +100,15 @@ def start(
     args: Sequence[str] = (),
     env: dict[str, str] | None = None,
     chunk: int = CHUNK,
-    forked: bool = False,
     timeout: float = 600,
 ) -> Server:
-    """Start a server of ``model`` on a free port and wait until it is healthy.
+    """Start a server of ``model`` on a free port and wait until it is healthy. Its children are forked (``forked/``).
 
     :param spec: with a CaptureSpec's file, the capture plugin is on the path and active, and the radix cache is off.
     :param plugin: the plugin's folder is on the path without a spec.
-    :param forked: see ``forked/sitecustomize.py``.
     """
     port = free_port()
-    path = [str(CPU)] + ([str(CAPTURE)] if plugin or spec else []) + ([str(FORKED)] if forked else [])
+    path = [str(CPU)] + ([str(CAPTURE)] if plugin or spec else []) + [str(FORKED)]
     own = {k: v for k, v in os.environ.items() if k != "HSX_CAPTURE_SPEC"}
     own |= {"PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     own |= {"HSX_CAPTURE_SPEC": str(spec)} if spec else {}

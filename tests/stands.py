@@ -15,6 +15,9 @@ SYSTEM = TESTS / "system"
 #: PYTHONPATH of a stand whose profile names the notifier of tests/integration: the rooms, and its folder.
 NOTIFIER_PATH = os.pathsep.join(str(TESTS.parent / p) for p in ("plugins", "include", "tests/integration"))
 
+#: PYTHONPATH of a stand's servers: SGLang's CPU platform, and children that are forked (tests/system/forked).
+PLATFORM = os.pathsep.join((str(TESTS.parent / "include/patches/hsx_cpu"), str(SYSTEM / "forked")))
+
 
 def sglang_python() -> str:
     """The Python that has SGLang; the test fails where none is named."""

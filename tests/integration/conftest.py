@@ -17,7 +17,7 @@ os.environ["AIRFLOW_HOME"] = tempfile.mkdtemp(prefix="hsx-airflow-")
 os.environ["AIRFLOW__CORE__LOAD_EXAMPLES"] = "False"
 
 from dag_story import PROFILES
-from stands import NOTIFIER_PATH, sglang_python, write_samples
+from stands import NOTIFIER_PATH, PLATFORM, sglang_python, write_samples
 from stands import tiny_model as make_tiny_model
 
 from hsx_demo.client import AirflowClient
@@ -144,7 +144,7 @@ def stand(tmp_path_factory: pytest.TempPathFactory, host_python: str, tiny_model
         model=tiny_model,
         dataset=write_samples(work / "chats.jsonl", samples=120),
         profile="tiny",
-        extra_env={"HSX_PROFILES": str(profiles), "PYTHONPATH": NOTIFIER_PATH},
+        extra_env={"HSX_PROFILES": str(profiles), "PYTHONPATH": NOTIFIER_PATH, "HSX_DEMO_PLATFORM": PLATFORM},
     ) as stack:
         yield stack.start()
 

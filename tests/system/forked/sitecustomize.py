@@ -1,8 +1,8 @@
 """On the path of servers that are started by the dozen: SGLang's children are forked instead of spawned.
 
 A spawned child imports SGLang anew, 13 s of CPU time for each of three processes; the first import is made without
-garbage collection (9 s). Processes, sockets and signals are the same, and nothing else is changed. The tests of the
-lifecycle, the demo and the DAG start servers as SGLang does.
+garbage collection (9 s). Processes, sockets and signals are the same, and nothing else is changed. The lifecycle's
+tests, the demo and two hosts start servers as SGLang does.
 """
 
 from __future__ import annotations

@@ -217,18 +217,19 @@ class Circle:
                 assert found is not None, name
                 made[name] = drafter.make_servable(found, folder / name, self.handoff)
         todo = {name: where for name, where in made.items() if not (self.work / f"acceptance-{name}.json").exists()}
+        if not todo:
+            return
 
         def answers(number: int, what: str, asked: c.AcceptanceSettings) -> list[acceptance.Answer]:
             return acceptance.serve_and_ask(sys.executable, moved(asked, number), chosen, what, folder)
 
         with ThreadPoolExecutor(self.at_once) as pool:
-            alone = pool.submit(answers, 0, "alone", settings) if todo else None
+            alone = pool.submit(answers, 0, "alone", settings)
             served = [
                 pool.submit(answers, number, f"with {name}", acceptance.with_drafter(settings, where))
                 for number, (name, where) in enumerate(todo.items(), start=1)
             ]
             for (name, where), drafted in zip(todo.items(), served, strict=True):
-                assert alone is not None
                 result = acceptance.compare(settings, str(where), chosen, alone.result(), drafted.result())
                 say(f"{name}: {result.text}")
                 self.kept(f"acceptance-{name}", asdict(result))

@@ -32,7 +32,8 @@ def make_spec(args: Namespace) -> c.RunSpec:
     more_flags = args.server_args.split()
     graphs = ([], []) if cpu else (GRAPHS_OF_MANY, GRAPHS_OF_FEW)
     many, few = ([*(CPU_FLAGS if cpu else GPU_FLAGS), *sizes, *more_flags] for sizes in graphs)
-    env = {k: v for k, v in os.environ.items() if k.startswith(INHERITED)} | (CPU_ENV if cpu else {})
+    inherited = {k: v for k, v in os.environ.items() if k.startswith(INHERITED)}
+    env = {**inherited, "HF_HUB_OFFLINE": "1", **(CPU_ENV if cpu else {})}
 
     def server(port: int, flags: list[str], *more: str) -> c.ServerSettings:
         address = ["--host", "127.0.0.1", "--port", str(port)]

@@ -162,7 +162,7 @@ def make_spec(work: Path, cpu: bool, more_flags: list[str]) -> c.RunSpec:
 
         model, flags = models.build("llama", work / "model"), [*sglang_server.FLAGS, "--chunked-prefill-size", "256"]
         env = {"PYTHONPATH": str(sglang_server.CPU), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        env |= {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if "--tp-size" in more_flags else {}
+        env |= sglang_server.ranks(more_flags)
     else:
         import gpu_exact
         import gpu_servers

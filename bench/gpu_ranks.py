@@ -172,8 +172,7 @@ def _say(model: str, server: str, found: tuple[dict[str, Any], list[str]]) -> in
 
 
 def _serve_on_cpu(model: Path, spec: Path, log: Path, more: list[str]) -> Any:
-    ranks = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if more else {}
-    return sglang_server.start(model, log, spec=spec, args=more, env=ranks)
+    return sglang_server.start(model, log, spec=spec, args=more)
 
 
 if __name__ == "__main__":

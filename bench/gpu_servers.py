@@ -245,7 +245,7 @@ class Servers:
         if self.args.shape == "tiny":
             found["PYTHONPATH"] = os.pathsep.join(p for p in (str(sglang_server.CPU), found.get("PYTHONPATH", "")) if p)
             found |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-            found |= {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if "--tp-size" in self.args.server_args else {}
+            found |= sglang_server.ranks(self.args.server_args.split())
         return found
 
     def _measured(self, verb: str, spec: c.RunSpec, *args: str, check: bool = True) -> tuple[str, float]:

@@ -67,16 +67,7 @@ def crash(setting: Setting, victim: str, seed: int, what: str = "") -> Tally:
     :param what: the tally's name, where it is not the victim's.
     """
     rng = random.Random(f"{victim} {seed}")
-    name = f"{victim}{seed}-{next(setting.names)}"
-    data = setting.data.with_name(f"{name}.jsonl")
-    shutil.copy(setting.data, data)
-    made = setting.host.with_data(data)
-    made.verb("plan")
-    client = made.start("extract", "--shard", "0")
-    published, pause = rng.randrange(len(LENGTHS)), rng.uniform(0, 0.15)
-    while client.poll() is None and len(made.manifest()) < published:
-        time.sleep(0.002)
-    time.sleep(pause)
+    made, client = _at_work(setting, f"{victim}{seed}", rng)
     tally = TALLIES[what or victim]
     tally.crashes += 1
     tally.struck += client.poll() is None
@@ -98,6 +89,25 @@ def crash(setting: Setting, victim: str, seed: int, what: str = "") -> Tally:
     compare(setting.whole, made, tally)
     shutil.rmtree(made.dataset)
     return tally
+
+
+def _at_work(setting: Setting, name: str, rng: random.Random) -> tuple[Host, subprocess.Popen[str]]:
+    """An extraction at a moment of ``rng``'s; where it was done before the moment came, another one at the next."""
+    while True:
+        data = setting.data.with_name(f"{name}-{next(setting.names)}.jsonl")
+        shutil.copy(setting.data, data)
+        made = setting.host.with_data(data)
+        made.verb("plan")
+        client = made.start("extract", "--shard", "0")
+        published, pause = rng.randrange(len(LENGTHS)), rng.uniform(0, 0.15)
+        while client.poll() is None and len(made.manifest()) < published:
+            time.sleep(0.002)
+        time.sleep(pause)
+        if client.poll() is None:
+            return made, client
+        _, err = client.communicate()
+        assert client.returncode == 0, err[-3000:]
+        shutil.rmtree(made.dataset)
 
 
 def kill(host: Host, victim: str, client: subprocess.Popen[str]) -> None:

@@ -6,6 +6,7 @@ ever signalled.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import signal
@@ -30,7 +31,15 @@ FLAGS = [
 ]  # fmt: skip
 CHUNK = 256
 # Two ranks on a CPU talk by gloo. PyTorch brings NCCL along, which SGLang 0.5.14 uses on a CPU too where it finds it.
-TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "/nowhere/libnccl.so.2"}
+_TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "/nowhere/libnccl.so.2"}
+# SGLang 0.5.23 wants the cores of data-parallel ranks named as well; these refuse more parts than tensor ranks.
+_BIND_TENSOR_RANKS_ALONE = ("0.5.14", "0.5.17")
+
+
+def ranks(args: Sequence[str]) -> dict[str, str]:
+    """The variables with which a server of these flags starts its two ranks on a CPU."""
+    data_parallel = "--dp-size" in args and importlib.metadata.version("sglang") not in _BIND_TENSOR_RANKS_ALONE
+    return _TWO_RANKS if data_parallel or "--tp-size" in args else {}
 
 
 def free_port() -> int:
@@ -112,7 +121,7 @@ def start(
     own = {k: v for k, v in os.environ.items() if k != "HSX_CAPTURE_SPEC"}
     own |= {"PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     own |= {"HSX_CAPTURE_SPEC": str(spec)} if spec else {}
-    own |= env or {}
+    own |= ranks(args) | (env or {})
     command = [
         sys.executable, "-m", "sglang.launch_server", "--model-path", str(model),
         "--host", "127.0.0.1", "--port", str(port), "--chunked-prefill-size", str(chunk), *FLAGS,

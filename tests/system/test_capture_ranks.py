@@ -8,7 +8,7 @@ from pathlib import Path
 import models
 import pytest
 from capture_client import Client, Reference, check
-from sglang_server import CHUNK, TWO_RANKS, Server
+from sglang_server import CHUNK, Server
 
 
 @pytest.mark.slow
@@ -16,7 +16,7 @@ def test_two_ranks_agree_and_only_the_first_writes(
     tiny_llama: Path, start_sglang: Callable[..., Server], tmp_path: Path
 ) -> None:
     client = Client(tmp_path, [2, 4, 7], models.HIDDEN["llama"], models.BLOCKS["llama"])
-    client.server = start_sglang(tiny_llama, spec=client.write_spec(), args=["--tp-size", "2"], env=TWO_RANKS)
+    client.server = start_sglang(tiny_llama, spec=client.write_spec(), args=["--tp-size", "2"])
     first, second = sorted(client.ready(), key=lambda r: r["tp_rank"])
     assert (first["tp_rank"], second["tp_rank"]) == (0, 1)
     assert first["error"] == second["error"] == ""

@@ -213,13 +213,15 @@ def plan(work: Path, less: int) -> list[dict[str, Any]]:
 def client(work: Path, less: int) -> list[dict[str, Any]]:
     """Short samples (99 to 200 tokens) through the whole client, against an engine that answers at once."""
     few, many = 500 // less, 2000 // less
-    found, base = {}, 0.0
-    for n in (few, many):
+
+    def extracted(n: int) -> tuple[float, float, int, float]:
         made = data.planned(work, n, 0, shard_size=n)
-        found[n] = data.measured(work, made, "extract")
-        base = data.bare_requests(work, made)
+        measured, bare = data.measured(work, made, "extract"), data.bare_requests(work, made)
         made.remove()
-    clock, cpu, peak = found[many]
+        return (*measured, bare)
+
+    found = in_turns(few, many, extracted)
+    clock, cpu, peak, base = found[many]
     return [
         row(
             f"client, {many:,} samples of 99 to 200 tokens", f"{many / clock:,.0f} samples/s, {many / cpu:,.0f} a core",

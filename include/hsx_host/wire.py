@@ -82,6 +82,8 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
+    if type(value) is hint:  # most values of a manifest, of which there are ten thousands
+        return value
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is list:
         if not isinstance(value, list):
@@ -97,6 +99,4 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return _build(hint, value, where)
     if hint is float and type(value) is int:
         return float(value)
-    if type(value) is not hint:
-        raise ContractError(f"{where}: expected {hint.__name__}, got {value!r}")
-    return value
+    raise ContractError(f"{where}: expected {hint.__name__}, got {value!r}")

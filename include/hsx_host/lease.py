@@ -208,6 +208,7 @@ def _check_hold(spec: RunSpec) -> None:
 
 @contextmanager
 def _locked(spec: RunSpec) -> Iterator[None]:
+    state.check_machine(spec)
     with state.locked(state.folder(spec, "state") / "lease.lock", wait_s=20.0, what="the lease"):
         yield
 

@@ -24,6 +24,8 @@ from hsx_host.progress import log
 
 T = TypeVar("T")
 
+_MACHINE_ID = Path("/etc/machine-id")
+
 
 @dataclass(frozen=True)
 class ServerState:
@@ -74,6 +76,36 @@ def folder(spec: RunSpec, *parts: str) -> Path:
             fix="make it writable for this user",
         ) from None
     return path
+
+
+def check_machine(spec: RunSpec) -> None:
+    """BadInput where the home is another machine's (``state/machine``): of two that share one by NFS, each would take
+    the other's lease for one from before a boot, and start production. One without an id can't be told apart.
+    """
+    mine = machine_id()
+    path = folder(spec, "state") / "machine"
+    try:
+        known, _, name = path.read_text().strip().partition(" ")
+    except FileNotFoundError:
+        known, name = "", ""
+    if known and mine and known != mine:
+        raise BadInput(
+            f"this home is that of the machine {name}: two machines can't share one",
+            field="host.home",
+            value=spec.host.home,
+            fix=f"give each host a home of its own, on a local disk; where {name} is no more, remove {path}",
+        )
+    if mine and not known:
+        with contextlib.suppress(OSError, TryAgain):  # a full disk keeps nobody from bringing production back
+            write_text(path, f"{mine} {os.uname().nodename}\n")
+
+
+def machine_id() -> str:
+    """What systemd calls this installation; empty where nothing does (most containers)."""
+    try:
+        return _MACHINE_ID.read_text().strip()
+    except OSError:
+        return ""
 
 
 def run_dir(spec: RunSpec) -> Path:
@@ -252,6 +284,7 @@ def transition(spec: RunSpec, wait_s: float, goal: str = "") -> Iterator[None]:
 
     :param goal: the mode that the host goes to, where a server is started or stopped.
     """
+    check_machine(spec)
     with locked(transition_lock(spec), wait_s=wait_s, what="a transition of this host", goal=goal):
         yield
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
 from argparse import Namespace
@@ -13,9 +14,9 @@ from pathlib import Path
 import pytest
 from host_lifecycle import events, living_guards, verb, wait_for, write_spec
 
+from hsx_host import borrow, guard, lease, procid, release, serve, state
 from hsx_host import contract as c
-from hsx_host import guard, lease, procid, release, serve, state
-from hsx_host.errors import Refused, TryAgain
+from hsx_host.errors import BadInput, Refused, TryAgain
 
 
 def test_one_run_holds_it(spec: c.RunSpec) -> None:
@@ -46,6 +47,28 @@ def test_a_lapsed_lease_of_the_same_run_is_a_new_grant(spec: c.RunSpec) -> None:
     assert not lease.same_grant(second, first)
     assert lease.release(spec, first) is None
     assert lease.read(spec) == second
+
+
+def test_another_machines_home_is_refused_before_anything_is_done(
+    spec: c.RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A home on NFS: to the second machine, the first one's lease looks like one from before a boot."""
+    machine = tmp_path / "machine-id"
+    monkeypatch.setattr(state, "_MACHINE_ID", machine)
+    machine.write_text("a" * 32 + "\n")
+    mine = lease.acquire(spec)
+    machine.write_text("b" * 32 + "\n")
+    other = replace(spec, run_id="run-2")
+    for act in (lease.acquire, borrow.give_back, lease.release, lease.take_back):
+        with pytest.raises(BadInput, match="two machines can't share one") as told:
+            act(other)
+        assert told.value.doc.field == "host.home"
+        assert os.uname().nodename in told.value.doc.fix
+    assert lease.read(spec) == mine
+    machine.unlink()  # a machine that has no id is not told apart
+    assert lease.acquire(spec).since == mine.since
+    machine.write_text("a" * 32 + "\n")
+    assert lease.release(spec) is not None
 
 
 def test_two_runs_at_once(spec: c.RunSpec, tmp_path: Path) -> None:

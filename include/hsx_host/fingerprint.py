@@ -14,7 +14,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from hsx_host import formats, numerics, servers
+from hsx_host import formats, numerics, reuse, servers
 from hsx_host.contract import RunSpec
 from hsx_host.errors import BadInput, Refused, TryAgain
 from hsx_host.formats import Shape
@@ -177,6 +177,7 @@ def opened(spec: RunSpec) -> tuple[Path, DatasetSemantics]:
             fix="run plan (without --dry-run) first",
         )
     settle(folder, meaning, write=False)
+    reuse.finish(folder, meaning.shard_size)
     return folder, meaning
 
 

@@ -12,7 +12,6 @@ import itertools
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
@@ -25,7 +24,7 @@ from hsx_host.fingerprint import DatasetSemantics, dataset_dir, semantics, settl
 from hsx_host.manifest import Published, failures, judged, published_lines
 from hsx_host.model_facts import ModelFacts, longest_prompt, read_model
 from hsx_host.progress import log
-from hsx_host.shards import FIRST_TOP_UP, ShardFiles, pack, shard_ids, shard_name, sync_folder, write_input
+from hsx_host.shards import FIRST_TOP_UP, ShardFiles, pack, shard_ids, shard_name, write_input
 
 HELP = "validate the data set, cut shards, size them, leave out what is already extracted"
 
@@ -73,19 +72,20 @@ def run(spec: RunSpec, args: Namespace) -> PlanResult:
         spec = replace(spec, data=replace(spec.data, shards=failing(folder)))
     with state.locked(state.folder(spec, "state") / f"plan-{meaning.dataset_id}.lock", wait_s=60, what="this plan"):
         settle(folder, meaning, write=False)
-        draft = folder / "tmp" / "plan"  # inputs take their names only once the whole file has passed
-        _discard(draft)  # what a killed plan left
-        try:
-            counts, shards = _pass(spec, meaning, facts, folder, None if args.dry_run else draft)
+        if not args.dry_run:
+            reuse.finish(folder, meaning.shard_size)
+        reuse.discard(folder)  # what a killed plan left
+        try:  # inputs take their names only once the whole file has passed
+            counts, shards = _pass(spec, meaning, facts, folder, None if args.dry_run else reuse.draft(folder))
             _check(spec, counts, {s.id for s in shards})
             _check_nothing_lost(spec, folder, counts)
             if args.failed and not spec.data.shards:
                 shards = []
             result = _result(spec, meaning, folder, counts, shards)
             if not args.dry_run:
-                _keep(folder, meaning, draft, counts, result)
+                _keep(folder, meaning, counts, result)
         finally:
-            _discard(draft)
+            reuse.discard(folder)
     state.write_document(state.run_dir(spec) / "plan.json", result)
     return result
 
@@ -147,32 +147,16 @@ def _top_ups(
         yield _close(spec, meaning, folder, shard, members, counts, draft)
 
 
-def _keep(folder: Path, meaning: DatasetSemantics, draft: Path, counts: _Counts, result: PlanResult) -> None:
-    """Give everything that the pass made its final name; ``plan.json`` last."""
+def _keep(folder: Path, meaning: DatasetSemantics, counts: _Counts, result: PlanResult) -> None:
+    """Let everything that the pass made take effect; ``plan.json`` last."""
     settle(folder, meaning, write=True)
-    if counts.moves:
-        reuse.move(folder, formats.primary(meaning.formats), meaning.shard_size, counts.moves)
-    for file in sorted(draft.glob("*.safetensors")) if draft.is_dir() else []:
-        files = ShardFiles(folder, int(file.stem))
-        files.folder.mkdir(parents=True, exist_ok=True)
-        file.replace(files.input)
-        sync_folder(files.folder)
+    reuse.take_effect(folder, formats.primary(meaning.formats), meaning.shard_size, counts.moves)
     state.write_whole(folder / "rejects.jsonl", _reject_lines(counts))
     state.write_document(folder / "plan.json", result)
 
 
 def _reject_lines(counts: _Counts) -> bytes:
     return "".join(encode(RejectedRow(r.row, r.row + 1, r.reason)) + "\n" for r in counts.rejects).encode()
-
-
-def _discard(draft: Path) -> None:
-    """Remove what a pass has left, and folders that only it has made."""
-    if draft.is_dir():
-        for file in draft.iterdir():
-            file.unlink()
-        for folder in (draft, draft.parent, draft.parent.parent):
-            with suppress(OSError):  # not empty: others' work lies there
-                folder.rmdir()
 
 
 def _count(counts: _Counts, sample: Sample) -> None:

@@ -27,6 +27,7 @@ from hsx_host.errors import BadInput, Refused, TryAgain
 from hsx_host.fingerprint import opened
 from hsx_host.manifest import Ledger, Published, published_lines, rewrite
 from hsx_host.norm import FinalNorm
+from hsx_host.norm import read as read_norm
 from hsx_host.progress import Progress
 
 HELP = "write a data set, or a part of it, in other trainers' formats"
@@ -205,7 +206,7 @@ def _settle(out: Path, here: ConvertedSet, source: Collection) -> dict[int, Publ
         )
     converted.sweep(out)
     norm = out / proof.NORM_FILE
-    weight = source.norm_file.read_bytes()
+    weight = read_norm(source.norm_file)
     if not norm.exists() or norm.read_bytes() != weight:
         state.write_whole(norm, weight)
     if known is None:

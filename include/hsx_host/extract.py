@@ -16,7 +16,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from hsx_host import borrow, formats, pace, proof, serve, state, suspects
+from hsx_host import borrow, formats, norm, pace, proof, serve, state, suspects
 from hsx_host.client import Client, NoSpace, ServerGone, live_engine, ready_norm_class
 from hsx_host.contract import PlanResult, RunSpec, ShardSummary
 from hsx_host.crew import Crew, failed_line
@@ -88,7 +88,7 @@ class _Shard:
             return self._untouched()
         todo = self._resume()
         asked = self._without_guilty(todo)
-        if asked:
+        if asked or self._norm_damaged():
             try:
                 with borrow.extraction_server(self._spec):
                     self._extract(asked)
@@ -98,6 +98,13 @@ class _Shard:
         summary = self._summary(len(todo), time.monotonic() - began)
         self._verdict(summary)
         return summary
+
+    def _norm_damaged(self) -> bool:
+        """Whether the server is needed for the norm alone."""
+        why = norm.damage(self._dataset / norm.NORM_FILE) if self._published else ""
+        if why:
+            log(f"the final norm {why}: it is taken from the server again")
+        return bool(why)
 
     def _keep_failures(self) -> None:
         """What failed before and was not asked for in this window is a failure still, and no sample just left over."""
@@ -173,7 +180,7 @@ class _Shard:
 
     def _extract(self, todo: list[int]) -> None:
         engine = live_engine(self._spec)
-        proof.keep_norm(engine.spool, ready_norm_class(engine.spool), self._dataset)
+        norm.keep_norm(engine.spool, ready_norm_class(engine.spool), self._dataset)
         data = self._spec.data
         client = Client(engine, self._form, self._shape, self._files.tmp, data.request_timeout_s, data.concurrency)
         crew = Crew(

@@ -1,17 +1,84 @@
-"""The final norm that is kept beside a data set: applied exactly, and undone as far as numbers allow."""
+"""The final norm that is kept beside a data set: applied exactly, and undone as far as numbers allow.
+
+The next-token proof judges samples by it, so it must be right itself: its hash is kept beside it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hsx_host.errors import BadInput, TryAgain
+from hsx_host.errors import BadInput, Refused
 from hsx_host.head import rounded, widen
+from hsx_host.state import write_text, write_whole
 
 NORM_FILE = "final_norm.safetensors"
+_HASH = ".sha256"
+_PLAIN_NORMS = ("RMSNorm", "LlamaRMSNorm", "Qwen3RMSNorm")
+
+
+def keep_norm(spool: Path, norm_class: str, dataset: Path) -> Path:
+    """Put the norm that the plugin saw beside the data set, anew where it was damaged since; Refused where the data set
+    was made with another one."""
+    if norm_class not in _PLAIN_NORMS:
+        raise Refused(
+            "the model's final norm is no plain RMSNorm, so its formula is not known here",
+            field="model.path",
+            value=norm_class,
+            fix="use a model with RMSNorm",
+        )
+    data, kept = (spool / NORM_FILE).read_bytes(), dataset / NORM_FILE
+    digest = hashlib.sha256(data).hexdigest()
+    known = {_kept_hash(kept)} | ({hashlib.sha256(kept.read_bytes()).hexdigest()} if kept.exists() else set())
+    if known != {""} and digest not in known:
+        raise Refused(
+            "the server's final norm differs from the one that the data set was made with",
+            field=NORM_FILE,
+            value=kept,
+            fix="the weights have changed: give the data set another data.name",
+        )
+    if known != {digest} or not kept.exists():
+        write_whole(kept, data)
+        write_text(kept.with_suffix(_HASH), digest + "\n")
+    return kept
+
+
+def damage(file: Path) -> str:
+    """Why a kept norm can't be used: it is gone, or is not what was kept. Empty where it can, or where nobody wrote its
+    hash down (folders that ``convert`` made, and data sets of earlier versions)."""
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError:
+        return "is gone"
+    known = _kept_hash(file)
+    return "is damaged" if known and known != hashlib.sha256(data).hexdigest() else ""
+
+
+def read(file: Path) -> bytes:
+    """The bytes of a kept norm; Refused where it is gone or damaged."""
+    if why := damage(file):
+        raise _unusable(file, why)
+    return file.read_bytes()
+
+
+def _unusable(file: Path, why: str) -> Refused:
+    return Refused(
+        f"the final norm {why}; no sample is judged by it",
+        field=NORM_FILE,
+        value=file,
+        fix="extract any shard of the data set again, a whole one too: it takes the norm from the server",
+    )
+
+
+def _kept_hash(file: Path) -> str:
+    try:
+        return file.with_suffix(_HASH).read_text(errors="replace").strip()
+    except FileNotFoundError:
+        return ""
 
 
 class FinalNorm:
@@ -20,12 +87,13 @@ class FinalNorm:
     def __init__(self, file: Path, dtype: str = "bfloat16") -> None:
         from safetensors import deserialize
 
+        data = read(file)
         try:
-            kept = dict(deserialize(file.read_bytes()))
+            kept = dict(deserialize(data))
             self.weight = widen(kept["weight"]["data"], kept["weight"]["dtype"])
             self.eps = np.float32(np.frombuffer(kept["eps"]["data"], "<f8")[0])
         except Exception as e:
-            raise TryAgain(f"the final norm can't be read: {e}", field=NORM_FILE, value=file) from None
+            raise _unusable(file, f"can't be read: {e}") from None
         self._dtype = dtype
 
     def rows(self, x: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -28,6 +28,7 @@ from hsx_host.dataset import Sample, identity
 from hsx_host.errors import Refused, TryAgain
 from hsx_host.fingerprint import DatasetSemantics, opened
 from hsx_host.model_facts import longest_prompt, read_model, server_flag
+from hsx_host.norm import keep_norm
 from hsx_host.progress import log
 
 HELP = "the probe matrix against the live extraction server"
@@ -69,12 +70,16 @@ def probe(spec: RunSpec, dataset: Path, meaning: DatasetSemantics, engine: Engin
     began = time.monotonic()
     folder = dataset / "tmp" / "probe"
     shutil.rmtree(folder, ignore_errors=True)
-    norm = proof.keep_norm(engine.spool, ready_norm_class(engine.spool), dataset)
+    norm_file = keep_norm(engine.spool, ready_norm_class(engine.spool), dataset)
     form = formats.primary(meaning.formats)
     shape = meaning.shape
     client = Client(engine, form, shape, folder, spec.data.request_timeout_s)
     matrix = _Matrix(
-        client, form, shape, proof.NextToken(spec.model.path, norm, meaning.dtype, meaning.final), meaning.vocab_size
+        client,
+        form,
+        shape,
+        proof.NextToken(spec.model.path, norm_file, meaning.dtype, meaning.final),
+        meaning.vocab_size,
     )
     try:
         for length in lengths(spec, dataset, engine):

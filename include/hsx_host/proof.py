@@ -17,18 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hsx_host import formats
-from hsx_host.errors import Refused
 from hsx_host.fingerprint import DatasetSemantics
 from hsx_host.head import Head, widen
 from hsx_host.layouts.fields import ITEM_BYTES
 from hsx_host.manifest import Published
 from hsx_host.norm import NORM_FILE, FinalNorm
-from hsx_host.state import write_whole
 
-__all__ = ["NORM_FILE", "FinalNorm", "NextToken", "Verdict", "keep_norm", "prove_published", "seeded"]
+__all__ = ["NORM_FILE", "FinalNorm", "NextToken", "Verdict", "prove_published", "seeded"]
 
 _BLOCK_BYTES = 16 << 20  # of the head as it is stored; its float32 copies are four times as much
-_PLAIN_NORMS = ("RMSNorm", "LlamaRMSNorm", "Qwen3RMSNorm")
 _STORED = {"bfloat16": "BF16", "float16": "F16"}
 
 
@@ -104,28 +101,6 @@ class NextToken:
         if best - logit <= tie:
             return Verdict(True, False, f"next token {token} tied with {top} ({numbers})")
         return Verdict(False, False, f"head(norm(final)) gives token {top}, the server gave {token} ({numbers})")
-
-
-def keep_norm(spool: Path, norm_class: str, dataset: Path) -> Path:
-    """Copy the norm that the plugin saw beside the data set; Refused where another one stands there already."""
-    if norm_class not in _PLAIN_NORMS:
-        raise Refused(
-            "the model's final norm is no plain RMSNorm, so its formula is not known here",
-            field="model.path",
-            value=norm_class,
-            fix="use a model with RMSNorm",
-        )
-    data, kept = (spool / NORM_FILE).read_bytes(), dataset / NORM_FILE
-    if not kept.exists():
-        write_whole(kept, data)
-    elif kept.read_bytes() != data:
-        raise Refused(
-            "the server's final norm differs from the one that the data set was made with",
-            field=NORM_FILE,
-            value=kept,
-            fix="the weights have changed: give the data set another data.name",
-        )
-    return kept
 
 
 def seeded(lines: Iterable[Published], count: int, seed: str) -> list[Published]:

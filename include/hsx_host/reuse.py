@@ -4,8 +4,9 @@ A line inserted into a data file moves every later row. A sample's identity is t
 what is published of it still is: its file gets a second name (a hard link, or a copy where there are none) and a line
 under its new row.
 
-All of a plan takes effect, or nothing: it is made ready in ``tmp/plan``, and from the moment that ``moves.jsonl`` stands
-there it counts. Whatever ends the verb then (a signal, a full disk), the next one to open the data set finishes it.
+All of a plan takes effect, or nothing: it is made ready in ``tmp/plan``, and from the moment that ``moves.jsonl``
+stands there it counts. Whatever ends the verb then (a signal, a full disk), the next one that opens the data set
+finishes it.
 """
 
 from __future__ import annotations

@@ -119,9 +119,10 @@ def test_a_dry_run_counts_what_an_unfinished_plan_moves(
     def no(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched:
         patched.setattr(reuse, "_finish", no)
-        run(spec)
+        with pytest.raises(KeyboardInterrupt):
+            run(spec)
     held = sorted((dataset / "tmp/plan").iterdir())
     dry = plan.run(spec, Namespace(dry_run=True, failed=False))
     assert (dry.done, dry.todo) == (5, 1)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from hsx_host import contract as c
-from hsx_host import extract, handoff, plan, proof, verify
+from hsx_host import extract, handoff, norm, plan, proof, verify
 from hsx_host.errors import BadInput, Refused, TryAgain
 from hsx_host.head import find_head
 from hsx_host.manifest import Failed, Ledger, Published, note_damaged, published_lines, read_lines, rewrite
@@ -220,11 +220,11 @@ def test_another_norm_is_refused(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     (tmp_path / "spool" / proof.NORM_FILE).write_bytes(b"one")
     with h.refuses(Refused, "model.path", "RMSNorm"):
-        proof.keep_norm(tmp_path / "spool", "GemmaRMSNorm", tmp_path / "set")
-    proof.keep_norm(tmp_path / "spool", "RMSNorm", tmp_path / "set")
+        norm.keep_norm(tmp_path / "spool", "GemmaRMSNorm", tmp_path / "set")
+    norm.keep_norm(tmp_path / "spool", "RMSNorm", tmp_path / "set")
     (tmp_path / "spool" / proof.NORM_FILE).write_bytes(b"two")
     with h.refuses(Refused, proof.NORM_FILE, "differs"):
-        proof.keep_norm(tmp_path / "spool", "RMSNorm", tmp_path / "set")
+        norm.keep_norm(tmp_path / "spool", "RMSNorm", tmp_path / "set")
     assert (tmp_path / "set" / proof.NORM_FILE).read_bytes() == b"one"
 
 

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from hsx_host import byhand, guards, jobs, state, verbs
 from hsx_host.contract import ContractError, ErrorDoc, RestoreReport, RunSpec, StatusResult, decode, encode
 from hsx_host.errors import AGAIN, BAD_INPUT, BUG, OK, BadInput, HsxError, TryAgain
+from hsx_host.layouts import faults
 from hsx_host.progress import say
 
 BY_HAND = {"status", "restore", "recover", "release"}
@@ -107,6 +108,8 @@ def _of_the_host(e: OSError) -> HsxError | None:
         return TryAgain(f"no space: {e.strerror}", field="disk", value=where, fix="make room, then start it again")
     if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
         return BadInput(f"{e.strerror}", field="path", value=where, fix="name a folder that this login may write")
+    if e.errno in (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ESTALE, errno.ENOMEM):
+        return faults.unreadable(Path(os.fsdecode(where)), e)
     return None
 
 

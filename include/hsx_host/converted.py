@@ -15,6 +15,7 @@ from pathlib import Path
 from hsx_host import formats
 from hsx_host.errors import BadInput
 from hsx_host.fingerprint import DatasetSemantics
+from hsx_host.layouts import faults
 from hsx_host.layouts.fields import crc_of
 from hsx_host.manifest import Published, published_lines
 from hsx_host.norm import NORM_FILE
@@ -119,7 +120,10 @@ def sweep(folder: Path) -> None:
 
 
 def file_wrong(base: Path, line: Published, form: formats.Format, shape: formats.Shape, deep: bool) -> str:
-    """Why a sample's file is not what its line says; empty where it is. ``deep`` reads every byte."""
+    """Why a sample's file is not what its line says; empty where it is. ``deep`` reads every byte.
+
+    :raises TryAgain: the host can't read the file now, which says nothing of what it holds.
+    """
     path = base / line.file
     try:
         size = path.stat().st_size
@@ -137,7 +141,7 @@ def file_wrong(base: Path, line: Published, form: formats.Format, shape: formats
                     {name: read[name] for name in differing}, line.crc32
                 )
     except (OSError, ValueError) as e:
-        return str(e)
+        return faults.reason(path, e)
     return ""
 
 

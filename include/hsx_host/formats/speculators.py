@@ -20,6 +20,7 @@ from typing import Any
 from hsx_host.checksum import crc32
 from hsx_host.errors import BadInput
 from hsx_host.formats import Listed, Row, Shape
+from hsx_host.layouts import faults
 from hsx_host.layouts.fields import Field, ids, mask
 from hsx_host.layouts.safetensors_file import SafetensorsFile
 from hsx_host.state import write_text
@@ -86,7 +87,7 @@ def side_wrong(folder: Path, listed: Mapping[int, Listed], deep: bool) -> list[s
     try:
         files = [str(one["filename"]) for one in json.loads((folder / _STATE).read_bytes())["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as e:
-        return [*wrong, f"{_STATE} can't be read ({e})"]
+        return [*wrong, f"{_STATE} can't be read ({faults.reason(folder / _STATE, e)})"]
     return wrong + _arrow_wrong([folder / name for name in files], rows, listed, deep)
 
 
@@ -99,7 +100,8 @@ def _same_file(one: Path, other: Path) -> bool:
         with one.open("rb") as a, other.open("rb") as b:
             heads = [f.read(8 + int.from_bytes(f.read(8), "little") % (1 << 20)) for f in (a, b)]
         return heads[0] == heads[1] and one.stat().st_size == other.stat().st_size
-    except OSError:
+    except OSError as e:
+        faults.reason(one, e)
         return False
 
 
@@ -129,7 +131,7 @@ def _arrow_wrong(files: list[Path], rows: list[int], listed: Mapping[int, Listed
                             if row in listed and crc32(data.astype("<i8").tobytes()) != listed[row].crc32[record]:
                                 return [f"{file.name} holds another {name} for row {row}"]
         except (OSError, ValueError, KeyError) as e:
-            return [f"{file.name} can't be read ({e})"]
+            return [f"{file.name} can't be read ({faults.reason(file, e)})"]
     return [] if found == rows else [f"{_STATE} names files of {len(found)} rows that are not the {len(rows)} samples"]
 
 

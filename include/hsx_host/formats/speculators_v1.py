@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hsx_host.formats import Listed, Row, Shape
+from hsx_host.layouts import faults
 from hsx_host.layouts.fields import Field, ids, mask
 from hsx_host.layouts.torchfile import Body, TorchFile
 from hsx_host.state import write_text
@@ -49,9 +50,10 @@ def side_files(folder: Path, rows: Iterable[Row], facts: dict[str, Any]) -> None
 
 def side_wrong(folder: Path, listed: Mapping[int, Listed], deep: bool) -> list[str]:
     """``sample_lengths.json``: the reader packs its batches by it."""
+    lengths = folder / "sample_lengths.json"
     try:
-        found = json.loads((folder / "sample_lengths.json").read_bytes())
+        found = json.loads(lengths.read_bytes())
     except (OSError, ValueError) as e:
-        return [f"sample_lengths.json can't be read ({e})"]
+        return [f"sample_lengths.json can't be read ({faults.reason(lengths, e)})"]
     same = found == {str(row): line.tokens for row, line in listed.items()}
     return [] if same else ["sample_lengths.json does not hold the lengths of the samples"]

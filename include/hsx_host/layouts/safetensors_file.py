@@ -18,6 +18,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from hsx_host.formats import Laid, Shape
+from hsx_host.layouts import faults
 from hsx_host.layouts.fields import Field, as_sample, laid, planes_of, pwrite_all, split, text
 from hsx_host.spool import Plane
 
@@ -136,6 +137,6 @@ def _read_header(path: Path) -> tuple[dict[str, int], dict[str, tuple[int, int]]
                   for k, v in body.items()}  # fmt: skip
         return crcs, places, int(next(iter(body.values()))["shape"][0])
     except OSError as e:
-        raise ValueError(f"can't be read: {e.strerror}") from None
+        raise ValueError(f"can't be read: {faults.reason(path, e)}") from None
     except (ValueError, struct.error, KeyError, IndexError, TypeError, AttributeError, StopIteration) as e:
         raise ValueError(f"not a whole safetensors file: {e}") from None

@@ -11,6 +11,8 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from hsx_host.layouts import faults
+
 _LOCAL_BYTES = 30
 
 
@@ -27,6 +29,7 @@ def records(path: Path) -> dict[str, Record]:
     """Every record of the archive by its name below the archive's own (``data/0``). Reads headers only.
 
     :raises ValueError: where the file is no zip, is cut, or has a record that is not stored as PyTorch does.
+    :raises TryAgain: where the host can't read it now.
     """
     try:
         with path.open("rb") as f, zipfile.ZipFile(f) as archive:
@@ -42,4 +45,4 @@ def records(path: Path) -> dict[str, Record]:
                 found[name] = Record(start, info.file_size, info.CRC)
             return found
     except (zipfile.BadZipFile, NotImplementedError, OverflowError, struct.error, OSError) as e:
-        raise ValueError(f"not a whole torch.save file: {e}") from None
+        raise ValueError(f"not a whole torch.save file: {faults.reason(path, e)}") from None

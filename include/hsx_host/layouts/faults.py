@@ -1,0 +1,57 @@
+"""What an error says that a file gave: of what the file holds, of the host that reads it, or of the room beside it.
+
+Only the first may be noted as damage: an ``extract`` deletes what is noted, and a file that another login may not read
+is as good as it was.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from pathlib import Path
+
+from hsx_host.errors import TryAgain
+
+_OF_CONTENT = {
+    errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENAMETOOLONG, errno.EINVAL,
+}  # fmt: skip
+_FIXES = {
+    errno.EACCES: "make it readable for this login, then start it again",
+    errno.EPERM: "make it readable for this login, then start it again",
+    errno.EMFILE: "raise the limit of open files (ulimit -n), then start it again",
+    errno.ENFILE: "raise the host's limit of open files (fs.file-max), then start it again",
+    errno.ENOMEM: "free memory, then start it again",
+    errno.ESTALE: "look at the file server's mount, then start it again",
+}
+_NFS = re.compile(r"\.nfs[0-9a-f]+")
+
+
+def reason(path: Path, error: Exception) -> str:
+    """Why a file is not what it should be, as an error of its reader says it: for a note that it is damaged.
+
+    :raises TryAgain: the error is the host's (no right, no more open files, a disk's or server's fault), so that it
+        says nothing of what the file holds. Nothing may be noted then.
+    """
+    if isinstance(error, OSError) and of_the_host(error):
+        raise unreadable(path, error) from None
+    return (error.strerror if isinstance(error, OSError) else "") or str(error) or type(error).__name__
+
+
+def of_the_host(error: OSError) -> bool:
+    """Whether an error says nothing of what the file holds. One without a number is a library's, of the content."""
+    return error.errno is not None and error.errno not in _OF_CONTENT
+
+
+def unreadable(path: Path, error: OSError) -> TryAgain:
+    """That a file can't be read now, and what helps."""
+    return TryAgain(
+        f"can't be read: {error.strerror}; nothing is said of what it holds",
+        field="file",
+        value=path,
+        fix=_FIXES.get(error.errno or 0, "look at the disk or file server (dmesg), then start it again"),
+    )
+
+
+def is_nfs_own(name: str) -> bool:
+    """Whether a file is the file system's: on NFS, one that was removed while open. It goes when it is closed."""
+    return _NFS.fullmatch(name) is not None

@@ -22,6 +22,7 @@ from hsx_host.norm import NORM_FILE
 from hsx_host.state import read_document
 
 MEANING, SAMPLES = "hsx.json", "hsx-samples.jsonl"
+_UNFIT = "its line does not fit the format"
 OWN_FILES = (MEANING, SAMPLES, NORM_FILE, ".lock")
 
 
@@ -130,7 +131,9 @@ def file_wrong(base: Path, line: Published, form: formats.Format, shape: formats
         if size != line.bytes:
             return f"has {size} bytes instead of {line.bytes}"
         crcs, places = form.check(path, line.tokens, shape, line.ids_hash)
-        if differing := sorted(name for name in places if crcs[name] != line.crc32.get(name)):
+        if places.keys() != line.crc32.keys():
+            return f"{_UNFIT}: checksums of {', '.join(sorted(line.crc32))} instead of {', '.join(sorted(places))}"
+        if differing := sorted(name for name in places if crcs[name] != line.crc32[name]):
             return f"its header has other checksums than the manifest for {', '.join(differing)}" + _swapped(
                 {name: crcs[name] for name in differing}, line.crc32
             )
@@ -140,9 +143,20 @@ def file_wrong(base: Path, line: Published, form: formats.Format, shape: formats
                 return f"{', '.join(differing)} does not match its checksum" + _swapped(
                     {name: read[name] for name in differing}, line.crc32
                 )
-    except (OSError, ValueError) as e:
+    except OSError as e:
         return faults.reason(path, e)
+    except ValueError as e:
+        return _line_wrong(line, form, shape) or str(e)
     return ""
+
+
+def _line_wrong(line: Published, form: formats.Format, shape: formats.Shape) -> str:
+    """Why no file of the format could be what a line says, whatever the file holds; empty where one could."""
+    try:
+        fits = form.file_bytes(line.tokens, shape) == line.bytes and "\0" not in line.file
+    except ValueError:
+        fits = False
+    return "" if fits else f"{_UNFIT}: {line.tokens} tokens in {line.bytes} bytes of {line.file!r}"
 
 
 def _swapped(found: dict[str, int], wanted: dict[str, int]) -> str:

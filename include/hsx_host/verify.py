@@ -173,13 +173,14 @@ def check(
             if why:
                 damaged[line.index] = why
                 problems.append(f"row {line.index}: {line.file}: {why}")
-            tokens, size = tokens + line.tokens, size + line.bytes
+            else:  # numbers of a damaged line are no one's
+                tokens, size = tokens + line.tokens, size + line.bytes
             progress.update(done, tokens=tokens, bytes=size)
     chosen = proof.seeded(lines, spec.data.proof_samples, meaning.dataset_id)
     _, unproved = proof.prove_published(spec.model.path, dataset, meaning, chosen)
     problems += [f"row {row}: {why}" for row, why in unproved.items()]
-    sound = [line for line in chosen if line.index not in damaged]
-    whole_set, by_row = _diagnosed(spec, dataset, meaning, found, sound, reference)
+    sound = {row: line for row, line in found.published.items() if row not in damaged}
+    whole_set, by_row = _diagnosed(spec, dataset, meaning, sound, [c for c in chosen if c.index in sound], reference)
     problems += [*whole_set, *(f"row {row}: {why}" for row, why in by_row.items())]
     _remember(dataset, meaning, found, damaged | unproved | by_row)
     named = problems[: _NAMED - 2]
@@ -208,17 +209,17 @@ def _diagnosed(
     spec: RunSpec,
     dataset: Path,
     meaning: DatasetSemantics,
-    found: Census,
+    sound: dict[int, Published],
     chosen: list[Published],
     reference: int,
 ) -> tuple[list[str], dict[int, str]]:
     """Faults that checksums can't see: of the data set as a whole, and by row."""
     one = converted.Collection(
         dataset, formats.primary(meaning.formats), meaning.shape, meaning, False,
-        dataset / proof.NORM_FILE, found.published,
+        dataset / proof.NORM_FILE, sound,
     )  # fmt: skip
     by_row: dict[int, str] = {}
-    for shard in sorted({row // meaning.shard_size for row in found.published}):
+    for shard in sorted({row // meaning.shard_size for row in sound}):
         by_row |= diagnose.ids(one, read_input(ShardFiles(dataset, shard)))
     whole = [why for why in [diagnose.norm(one, chosen) if chosen else ""] if why]
     if reference:

@@ -139,13 +139,16 @@ class TorchFile:
             return Tensor(value.shape, value.dtype)
 
         body = self._body(tokens, shape)
-        return torchsave.skeleton(
-            {
-                key: one(v)
-                if isinstance(v, Field)
-                else [one(f) for f in v]
-                if isinstance(v, list)
-                else (known if v == IDENTITY else v)
-                for key, v in body.items()
-            }
-        )
+        try:
+            return torchsave.skeleton(
+                {
+                    key: one(v)
+                    if isinstance(v, Field)
+                    else [one(f) for f in v]
+                    if isinstance(v, list)
+                    else (known if v == IDENTITY else v)
+                    for key, v in body.items()
+                }
+            )
+        except (struct.error, OverflowError):  # of a damaged line, say: a number that the zip's fields can't hold
+            raise ValueError(f"no file holds {tokens} tokens") from None

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hsx_host import formats
+from hsx_host import formats, state
 from hsx_host.errors import BadInput
 from hsx_host.fingerprint import DatasetSemantics
 from hsx_host.layouts import faults
@@ -100,15 +100,24 @@ def strays(folder: Path, form: formats.Format, kept: set[str]) -> Iterator[str]:
     for path in sorted(folder.rglob("*")) if folder.is_dir() else []:
         inner = path.relative_to(folder)
         name = inner.as_posix()
-        if path.is_dir() or name in kept or name in OWN_FILES or any(map(is_unfinished, inner.parts)):
+        folder_itself = path.is_dir() and not path.is_symlink()
+        if folder_itself or name in kept or name in OWN_FILES or any(map(is_unfinished, inner.parts)):
             continue
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in form.SIDE):
             yield name
 
 
 def is_unfinished(name: str) -> bool:
-    """Whether a file or folder of this name is one that hsx makes and then renames."""
-    return name.startswith(".") and name.endswith(".tmp")
+    """Whether a file or folder of this name is one that hsx makes and then renames, or NFS keeps while it is open."""
+    return (name.startswith(".") and name.endswith(".tmp")) or faults.is_nfs_own(name)
+
+
+def is_held(lock: Path) -> bool:
+    """Whether a process holds a lock file now. One that was never made, or is another login's, is taken for free."""
+    try:
+        return not state._is_free(lock)
+    except OSError:
+        return False
 
 
 def sweep(folder: Path) -> None:

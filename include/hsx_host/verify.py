@@ -29,6 +29,7 @@ from hsx_host.manifest import (
     is_second_manifest,
     judged,
     note_damaged,
+    published_lines,
 )
 from hsx_host.progress import Progress
 from hsx_host.shards import ShardFiles, read_input, shard_ids
@@ -243,9 +244,11 @@ def _strays(
         if spec.data.shards and shard not in spec.data.shards:
             continue
         manifest = ShardFiles(dataset, shard).manifest
-        for path in sorted(manifest.parent.iterdir()):
-            if is_second_manifest(path) and path != damaged_path(manifest):
-                yield f"{path.relative_to(dataset)} stands beside the manifest"
+        beside = [p for p in sorted(manifest.parent.iterdir()) if is_second_manifest(p) and p != damaged_path(manifest)]
+        if beside and _is_busy(dataset, shard):  # it renames its documents into place
+            continue
+        for path in beside:
+            yield f"{path.relative_to(dataset)} stands beside the manifest"
     folder, prefix = dataset / form.FOLDER, f"{form.FOLDER}/"
     kept = {name.removeprefix(prefix) for name in found.listed}
     if spec.data.shards:
@@ -253,8 +256,31 @@ def _strays(
             if shard not in spec.data.shards:
                 first = shard * meaning.shard_size
                 kept |= {form.file_name(row) for row in range(first, first + meaning.shard_size)}
-    for name in converted.strays(folder, form, kept):
-        yield f"{prefix}{name} is in no manifest"
+    strays = list(converted.strays(folder, form, kept))
+    if strays:
+        kept = {name.removeprefix(prefix) for name in _since(dataset, form, meaning)}
+    for name in strays:
+        if name not in kept:
+            yield f"{prefix}{name} is in no manifest"
+
+
+def _since(dataset: Path, form: formats.Format, meaning: DatasetSemantics) -> set[str]:
+    """Files that an extraction at work has published since the census, or may have renamed a moment before their line.
+
+    The lock is looked at first: an extraction that has ended since has written all of its lines.
+    """
+    known: set[str] = set()
+    for shard in shard_ids(dataset):
+        if _is_busy(dataset, shard):
+            first = shard * meaning.shard_size
+            known |= {f"{form.FOLDER}/{form.file_name(row)}" for row in range(first, first + meaning.shard_size)}
+        known |= {line.file for line in published_lines(ShardFiles(dataset, shard).manifest).values()}
+    return known
+
+
+def _is_busy(dataset: Path, shard: int) -> bool:
+    """Whether a shard is being extracted, or its samples moved."""
+    return converted.is_held(ShardFiles(dataset, shard).lock)
 
 
 def _lost_shards(spec: RunSpec, dataset: Path, found: Census) -> Iterator[str]:

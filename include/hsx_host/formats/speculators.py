@@ -77,6 +77,7 @@ def side_wrong(folder: Path, listed: Mapping[int, Listed], deep: bool) -> list[s
     rows, numbered = sorted(listed), folder / "hidden_states"
     names = {f"hs_{i}.safetensors": row for i, row in enumerate(rows)}
     there = {path.name for path in numbered.iterdir()} if numbered.is_dir() else set()
+    there = {name for name in there if not faults.is_nfs_own(name)}
     wrong = [f"hidden_states/{name} is missing" for name in sorted(names.keys() - there)]
     wrong += [f"hidden_states/{name} is no sample's" for name in sorted(there - names.keys())]
     for name, row in names.items():

@@ -28,7 +28,7 @@ from hsx_host.fingerprint import opened
 from hsx_host.manifest import Ledger, Published, published_lines, rewrite
 from hsx_host.norm import FinalNorm
 from hsx_host.norm import read as read_norm
-from hsx_host.progress import Progress
+from hsx_host.progress import Progress, log
 
 HELP = "write a data set, or a part of it, in other trainers' formats"
 
@@ -104,9 +104,10 @@ def write(
     rough = source.approximate or norm == "undo"
     here = ConvertedSet(form.NAME, meaning.final, rough, str(source.base), source.meaning)
     out.mkdir(parents=True, exist_ok=True)
-    with state.locked(out / ".lock", wait_s=0, what=f"a conversion to {out}"):
+    with state.locked(out / converted.LOCK, wait_s=0, what=f"a conversion to {out}"):
         kept = _settle(out, here, source)
-        todo = [line for line in lines if not _done(out, line, kept.get(line.index), source, form)]
+        noted = converted.noted(out, kept)
+        todo = [x for x in lines if x.index in noted or not _done(out, x, kept.get(x.index), source, form)]
         _check_space(out, sum(form.file_bytes(line.tokens, source.shape) for line in todo))
         missing = {line.index for line in todo}
         made = {line.index: kept[line.index] for line in lines if line.index not in missing}
@@ -145,6 +146,7 @@ def write(
         finally:
             ledger.close()
         rewrite(out / converted.SAMPLES, [made[row] for row in sorted(made)])
+        (out / converted.DAMAGED).unlink(missing_ok=True)
         for stray in list(converted.strays(out, form, {line.file for line in made.values()})):
             (out / stray).unlink()
         form.side_files(out, rows(out, form, source.shape, made.values()), asdict(meaning) | {"approximate": rough})
@@ -211,7 +213,12 @@ def _settle(out: Path, here: ConvertedSet, source: Collection) -> dict[int, Publ
         state.write_whole(norm, weight)
     if known is None:
         state.write_document(out / converted.MEANING, here)
-    return published_lines(out / converted.SAMPLES, repair=True)
+    try:
+        return published_lines(out / converted.SAMPLES, repair=True)
+    except Refused as e:  # a damaged line: all that the folder holds can be made of the source again
+        log(f"{out / converted.SAMPLES}: {e.doc.message}: every sample is written again")
+        (out / converted.SAMPLES).unlink()
+        return {}
 
 
 def _done(out: Path, line: Published, have: Published | None, source: Collection, form: formats.Format) -> bool:

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import fnmatch
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hsx_host import formats, state
-from hsx_host.errors import BadInput
+from hsx_host.errors import BadInput, Refused
 from hsx_host.fingerprint import DatasetSemantics
 from hsx_host.layouts import faults
 from hsx_host.layouts.fields import crc_of
-from hsx_host.manifest import Published, published_lines
+from hsx_host.manifest import Damaged, Ledger, Published, published_lines, read_lines
 from hsx_host.norm import NORM_FILE
+from hsx_host.progress import Progress
 from hsx_host.state import read_document
 
-MEANING, SAMPLES = "hsx.json", "hsx-samples.jsonl"
+MEANING, SAMPLES, DAMAGED = "hsx.json", "hsx-samples.jsonl", "hsx-damaged.jsonl"
+LOCK = ".lock"
+_READERS = 4
 _UNFIT = "its line does not fit the format"
-OWN_FILES = (MEANING, SAMPLES, NORM_FILE, ".lock")
+OWN_FILES = (MEANING, SAMPLES, DAMAGED, NORM_FILE, LOCK)
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,19 @@ def opened(folder: Path, field: str = "--source") -> Collection:
     meaning = replace(found.meaning, final=found.final, formats=[found.format])
     return Collection(
         folder, formats.get(found.format, field), meaning.shape, meaning, found.approximate,
-        folder / NORM_FILE, published_lines(folder / SAMPLES),
+        folder / NORM_FILE, lines_of(folder),
     )  # fmt: skip
+
+
+def lines_of(folder: Path) -> dict[int, Published]:
+    """The folder's samples by row; Refused where a line can't be read."""
+    try:
+        return published_lines(folder / SAMPLES)
+    except Refused as e:
+        raise Refused(
+            e.doc.message, field=SAMPLES, value=folder / SAMPLES,
+            fix="convert to this folder again: its samples are made anew",
+        ) from None  # fmt: skip
 
 
 def same_sample(have: Published | None, line: Published) -> bool:
@@ -76,20 +91,51 @@ def same_sample(have: Published | None, line: Published) -> bool:
 
 def missing(folder: Path, lines: dict[int, Published]) -> list[int]:
     """Rows of a data set that a converted folder lacks, or holds of an earlier extraction."""
-    have = published_lines(folder / SAMPLES)
+    have = lines_of(folder)
     return [row for row, line in sorted(lines.items()) if not same_sample(have.get(row), line)]
 
 
 def problems(folder: Path, *, deep: bool) -> Iterator[str]:
     """What is wrong with a converted folder: files against its manifest, and files that it does not name."""
     one = opened(folder)
-    for row, line in sorted(one.lines.items()):
-        if why := file_wrong(folder, line, one.form, one.shape, deep):
-            yield f"row {row}: {folder.name}/{line.file}: {why}"
+    for row, why in wrong_files(one, one.lines, deep=deep).items():
+        yield f"row {row}: {folder.name}/{one.lines[row].file}: {why}"
     for stray in strays(folder, one.form, {line.file for line in one.lines.values()}):
         yield f"{folder.name}/{stray} is in no manifest"
     for why in one.form.side_wrong(folder, one.lines, deep):
         yield f"{folder.name}/{why}"
+
+
+def wrong_files(one: Collection, lines: Mapping[int, Published], *, deep: bool) -> dict[int, str]:
+    """Why by row: what an earlier look has noted, or this one finds."""
+    wrong = noted(one.base, lines)
+    left = [line for row, line in sorted(lines.items()) if row not in wrong]
+    progress, tokens, size = Progress(f"verify {one.form.NAME}", len(left)), 0, 0
+    with ThreadPoolExecutor(_READERS) as pool:  # checksums and reads release the interpreter's lock
+        results = pool.map(lambda line: file_wrong(one.base, line, one.form, one.shape, deep), left)
+        for done, (line, why) in enumerate(zip(left, results, strict=True), start=1):
+            if why:
+                wrong[line.index] = why
+            else:
+                tokens, size = tokens + line.tokens, size + line.bytes
+            progress.update(done, tokens=tokens, bytes=size)
+    return dict(sorted(wrong.items()))
+
+
+def noted(folder: Path, lines: Mapping[int, Published]) -> dict[int, str]:
+    """What ``verify`` has found wrong with files of these lines, by row: the next ``convert`` makes them anew."""
+    found: tuple[list[Damaged], bool] = read_lines(folder / DAMAGED, Damaged, repair=True)
+    return {d.index: d.reason for d in found[0] if d.index in lines and lines[d.index].rid == d.rid}
+
+
+def note(folder: Path, lines: Mapping[int, Published], wrong: Mapping[int, str]) -> None:
+    """Remember what was found wrong, by row, once."""
+    known = noted(folder, lines)
+    fresh = [Damaged(row, lines[row].rid, why) for row, why in wrong.items() if row not in known]
+    if fresh:
+        ledger: Ledger[Damaged] = Ledger(folder / DAMAGED)
+        ledger.append(*fresh)
+        ledger.close()
 
 
 def strays(folder: Path, form: formats.Format, kept: set[str]) -> Iterator[str]:

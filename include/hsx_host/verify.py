@@ -31,13 +31,14 @@ from hsx_host.manifest import (
     note_damaged,
     published_lines,
 )
-from hsx_host.progress import Progress
+from hsx_host.progress import Progress, log
 from hsx_host.shards import ShardFiles, read_input, shard_ids
 
 HELP = "published files against the manifest, and the next-token proof"
 
 _NAMED = 20
 _MISSING, _FAILED, _NONE = "missing rows", "failed rows", "no sample is published"
+_BY_VERB = ("writes it again", "removes it")  # how problems end that a verb mends by itself
 _READERS = 4
 WINDOW_ENDED = "--window-ended"
 
@@ -58,23 +59,57 @@ def run(spec: RunSpec, args: Namespace) -> VerifyReport:
         spec = replace(spec, data=replace(spec.data, shards=sorted(set(args.shard))))
     dataset, meaning = opened(spec)
     reference = getattr(args, "reference", 0)
-    report = check(spec, dataset, meaning, deep=args.deep, partial=args.window_ended, reference=reference)
-    if not args.shard:
-        report = _with_sides(report, dataset, deep=args.deep)
+    found = census(spec, dataset)
+    report = check(spec, dataset, meaning, deep=args.deep, found=found, partial=args.window_ended, reference=reference)
+    besides = [] if args.shard else _sides(dataset, deep=args.deep)
+    besides += _derived(spec, dataset, meaning, found, deep=args.deep)
+    if besides:
+        problems = [*list(dict.fromkeys(besides))[:_NAMED], *report.problems]
+        report = replace(report, ok=False, problems=problems[:_NAMED])
     state.write_document(state.run_dir(spec) / "verify.json", report)
     insist(report, dataset)
     return report
 
 
-def _with_sides(report: VerifyReport, dataset: Path, *, deep: bool) -> VerifyReport:
+def _sides(dataset: Path, *, deep: bool) -> list[str]:
     """Also what readers go by beside the samples, once it was handed off: before, ``handoff`` writes it anew."""
     from hsx_host import handoff  # it builds on this module
 
     handed = handoff.handed_off(dataset)
-    if handed is None:
-        return report
-    problems = [*islice(sides.wrong(dataset, handed.formats, deep=deep), _NAMED), *report.problems]
-    return replace(report, ok=not problems, problems=problems[:_NAMED])
+    return [] if handed is None else list(islice(sides.wrong(dataset, handed.formats, deep=deep), _NAMED))
+
+
+def _derived(spec: RunSpec, dataset: Path, meaning: DatasetSemantics, found: Census, *, deep: bool) -> list[str]:
+    """Also what ``convert`` has made of the samples in scope, once it has; what it finds wrong is noted for the next.
+
+    What is still to be converted is no fault: samples of another extraction, and files that a killed ``convert`` left.
+    """
+    problems = []
+    for name in formats.names():
+        form = formats.get(name)
+        folder = dataset / form.FOLDER
+        if name in meaning.formats or not (folder / converted.MEANING).exists():
+            continue
+        verb = "convert" if name in spec.capture.formats else f"convert --format {name}"
+        if converted.is_held(folder / converted.LOCK):
+            log(f"{form.FOLDER} is not looked at: a conversion is at work there")
+            continue
+        try:
+            one = converted.opened(folder)
+        except Refused as e:
+            problems.append(f"{form.FOLDER}/{e.doc.field}: {e.doc.message}: {verb} writes it again")
+            continue
+        verb += " --approximate" if one.approximate else ""  # else convert refuses to write such a folder again
+        made = {row: x for row, x in one.lines.items() if converted.same_sample(found.published.get(row), x)}
+        wrong = converted.wrong_files(one, made, deep=deep)
+        converted.note(folder, made, wrong)
+        problems += [f"row {row}: {form.FOLDER}/{made[row].file}: {why}: {verb} writes it again"
+                     for row, why in wrong.items()]  # fmt: skip
+        if not spec.data.shards:
+            kept = {x.file for x in one.lines.values()} | {form.file_name(row) for row in found.published}
+            strays = converted.strays(folder, form, kept)
+            problems += [f"{form.FOLDER}/{stray} is in no manifest: {verb} removes it" for stray in strays]
+    return problems
 
 
 def insist(report: VerifyReport, dataset: Path) -> None:
@@ -90,11 +125,16 @@ def insist(report: VerifyReport, dataset: Path) -> None:
             value=dataset,
             fix="extract these shards again: only what is missing is done",
         )
+    fixes = []
+    if not all(p.endswith(_BY_VERB) for p in wrong):
+        fixes.append("extract their shards again: the damaged samples are redone; remove files that are in no manifest")
+    if any(p.endswith(_BY_VERB) for p in wrong):
+        fixes.append("call the verb that is named for what it writes again or removes")
     raise Refused(
         f"{text}, and files are wrong: " + "; ".join(report.problems[:_NAMED]),
         field="manifest.jsonl",
         value=dataset,
-        fix="extract their shards again: the damaged samples are redone; remove files that are in no manifest",
+        fix="; ".join(fixes),
     )
 
 

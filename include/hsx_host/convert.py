@@ -11,7 +11,6 @@ the data set's dtype); after -> before needs ``--approximate``, divides by the n
 
 from __future__ import annotations
 
-import os
 import threading
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
@@ -23,8 +22,9 @@ from typing import Any
 from hsx_host import converted, fill, formats, proof, state, verify
 from hsx_host.contract import ConvertedFormat, ConvertResult, RunSpec
 from hsx_host.converted import Collection, ConvertedSet
-from hsx_host.errors import BadInput, Refused, TryAgain
+from hsx_host.errors import BadInput, Refused
 from hsx_host.fingerprint import opened
+from hsx_host.layouts import faults
 from hsx_host.manifest import Ledger, Published, published_lines, rewrite
 from hsx_host.norm import FinalNorm
 from hsx_host.norm import read as read_norm
@@ -108,7 +108,8 @@ def write(
         kept = _settle(out, here, source)
         noted = converted.noted(out, kept)
         todo = [x for x in lines if x.index in noted or not _done(out, x, kept.get(x.index), source, form)]
-        _check_space(out, sum(form.file_bytes(line.tokens, source.shape) for line in todo))
+        needed = sum(form.file_bytes(line.tokens, source.shape) for line in todo)
+        needed += form.side_bytes(len(lines), sum(line.tokens for line in lines))
         missing = {line.index for line in todo}
         made = {line.index: kept[line.index] for line in lines if line.index not in missing}
         ledger: Ledger[Published] = Ledger(out / converted.SAMPLES)
@@ -134,8 +135,12 @@ def write(
                 written[0], written[1] = written[0] + line.tokens, written[1] + size
                 progress.update(len(made), tokens=written[0], bytes=written[1])
 
+        room = faults.room(out, needed, f"{len(todo)} samples of {form.NAME} and what its reader wants beside them")
         try:
-            with ThreadPoolExecutor(_WRITERS) as pool:  # reads, copies and checksums release the interpreter's lock
+            with (
+                room,
+                ThreadPoolExecutor(_WRITERS) as pool,
+            ):  # reads, copies and checksums release the interpreter's lock
                 futures = [pool.submit(one, line) for line in todo]
                 try:
                     for future in futures:
@@ -237,15 +242,6 @@ def _check_place(source: Collection, form: formats.Format, out: Path, *, own: bo
             raise BadInput("lies in a folder of samples", field="--out", value=out, fix="give a folder of its own")
     if place == source.base.resolve():
         raise BadInput("is the source itself", field="--out", value=out, fix="give a folder of its own")
-
-
-def _check_space(out: Path, needed: int) -> None:
-    disk = os.statvfs(out)
-    free = disk.f_bavail * disk.f_frsize
-    if free < needed:
-        raise TryAgain(
-            f"{needed} bytes are needed, {free} are free", field="--out", value=out, fix="make room, then call it again"
-        )
 
 
 def _shards(text: str) -> set[int]:

@@ -109,6 +109,9 @@ class Format(Protocol):
     def side_files(self, folder: Path, rows: Iterable[Row], facts: dict[str, Any]) -> None:
         """Write what the reader wants beside the samples. ``rows`` ascend; ``facts`` are dataset.json's."""
 
+    def side_bytes(self, samples: int, tokens: int) -> int:
+        """The most that ``side_files`` takes on the disk while it is at work, of so many samples and tokens in all."""
+
     def side_wrong(self, folder: Path, listed: Mapping[int, Listed], deep: bool) -> list[str]:
         """In what the side files that a reader goes by are not of these samples, by row; each begins with its file.
 

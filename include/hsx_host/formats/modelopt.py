@@ -51,6 +51,11 @@ def side_files(folder: Path, rows: Iterable[Row], facts: dict[str, Any]) -> None
     write_text(folder / "data_config.json", json.dumps(facts, indent=2, sort_keys=True) + "\n")
 
 
+def side_bytes(samples: int, tokens: int) -> int:
+    """Room for ``data_config.json``."""
+    return 1 << 14
+
+
 def side_wrong(folder: Path, listed: Mapping[int, Listed], deep: bool) -> list[str]:
     """Its reader goes by the samples alone."""
     return []

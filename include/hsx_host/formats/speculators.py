@@ -61,15 +61,29 @@ def side_files(folder: Path, rows: Iterable[Row], facts: dict[str, Any]) -> None
     known = list(rows)
     made = folder / ".arrow.tmp"
     shutil.rmtree(made, ignore_errors=True)
-    _save_arrow(made, known)
-    (folder / _STATE).unlink(missing_ok=True)
-    _number(folder, known)
-    for old in folder.glob("data-*.arrow"):
-        old.unlink()
-    for file in sorted(made.iterdir(), key=lambda p: p.name == _STATE):
-        file.replace(folder / file.name)
-    made.rmdir()
-    write_text(folder / "data_config.json", json.dumps(facts, indent=2, sort_keys=True) + "\n")
+    needed = side_bytes(len(known), sum(one.tokens for one in known))
+    with faults.room(folder, needed, "the Arrow data set and its cache"):
+        try:
+            _save_arrow(made, known)
+        except BaseException:
+            shutil.rmtree(made, ignore_errors=True)
+            raise
+        (folder / _STATE).unlink(missing_ok=True)
+        _number(folder, known)
+        for old in folder.glob("data-*.arrow"):
+            old.unlink()
+        for file in sorted(made.iterdir(), key=lambda p: p.name == _STATE):
+            file.replace(folder / file.name)
+        made.rmdir()
+        write_text(folder / "data_config.json", json.dumps(facts, indent=2, sort_keys=True) + "\n")
+
+
+def side_bytes(samples: int, tokens: int) -> int:
+    """``datasets`` writes everything to its cache, then again to its place.
+
+    Int64 ids and mask a token; two offsets, the length, the row and a numbered name a sample; schema and documents.
+    """
+    return 2 * (16 * tokens + 96 * samples) + (1 << 16)
 
 
 def side_wrong(folder: Path, listed: Mapping[int, Listed], deep: bool) -> list[str]:
@@ -189,5 +203,9 @@ def _save_arrow(folder: Path, rows: list[Row]) -> None:
         table = datasets.Dataset.from_generator(each, features=features, cache_dir=str(cache), fingerprint=name)
         table.set_format("torch")
         table.save_to_disk(str(folder))
+    except (
+        datasets.exceptions.DatasetGenerationError
+    ) as e:  # hides what really happened: a full disk, an unreadable file
+        raise e.__cause__ or e from None
     finally:
         shutil.rmtree(cache, ignore_errors=True)

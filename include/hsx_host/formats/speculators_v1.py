@@ -48,6 +48,11 @@ def side_files(folder: Path, rows: Iterable[Row], facts: dict[str, Any]) -> None
     write_text(folder / "data_config.json", json.dumps(facts, indent=2, sort_keys=True) + "\n")
 
 
+def side_bytes(samples: int, tokens: int) -> int:
+    """Room for ``data_config.json``, and for a row number and a length a sample."""
+    return (1 << 14) + 32 * samples
+
+
 def side_wrong(folder: Path, listed: Mapping[int, Listed], deep: bool) -> list[str]:
     """``sample_lengths.json``: the reader packs its batches by it."""
     lengths = folder / "sample_lengths.json"

@@ -7,7 +7,10 @@ is as good as it was.
 from __future__ import annotations
 
 import errno
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hsx_host.errors import TryAgain
@@ -55,3 +58,34 @@ def unreadable(path: Path, error: OSError) -> TryAgain:
 def is_nfs_own(name: str) -> bool:
     """Whether a file is the file system's: on NFS, one that was removed while open. It goes when it is closed."""
     return _NFS.fullmatch(name) is not None
+
+
+def is_full(error: Exception) -> bool:
+    """Whether the disk or a quota is full. The library datasets says so without a number."""
+    return isinstance(error, OSError) and (error.errno in (errno.ENOSPC, errno.EDQUOT) or "disk space" in str(error))
+
+
+@contextmanager
+def room(folder: Path, needed: int, what: str) -> Iterator[None]:
+    """Write ``needed`` bytes below a folder that is there: TryAgain, which names both, where they are not free, before
+    the first of them or on the way."""
+    if _free_bytes(folder) < needed:
+        raise _no_room(folder, needed, what)
+    try:
+        yield
+    except OSError as e:
+        if not is_full(e):
+            raise
+        raise _no_room(folder, needed, f"{what} ({e.strerror or e})") from None
+
+
+def _free_bytes(folder: Path) -> int:
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize
+
+
+def _no_room(folder: Path, needed: int, what: str) -> TryAgain:
+    return TryAgain(
+        f"no space: {needed} bytes are needed for {what}, {_free_bytes(folder)} are free",
+        field="disk", value=folder, fix="make room, then start it again: what is done stays done",
+    )  # fmt: skip

@@ -137,10 +137,8 @@ def write(
 
         room = faults.room(out, needed, f"{len(todo)} samples of {form.NAME} and what its reader wants beside them")
         try:
-            with (
-                room,
-                ThreadPoolExecutor(_WRITERS) as pool,
-            ):  # reads, copies and checksums release the interpreter's lock
+            # reads, copies and checksums release the interpreter's lock
+            with room, ThreadPoolExecutor(_WRITERS) as pool:
                 futures = [pool.submit(one, line) for line in todo]
                 try:
                     for future in futures:

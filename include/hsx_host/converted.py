@@ -161,7 +161,7 @@ def is_unfinished(name: str) -> bool:
 def is_held(lock: Path) -> bool:
     """Whether a process holds a lock file now. One that was never made, or is another login's, is taken for free."""
     try:
-        return not state._is_free(lock)
+        return not state.is_free(lock)
     except OSError:
         return False
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from hsx_host import formats
 from hsx_host.fingerprint import DatasetSemantics
 from hsx_host.head import Head, widen
+from hsx_host.layouts import faults
 from hsx_host.layouts.fields import ITEM_BYTES
 from hsx_host.manifest import Published
 from hsx_host.norm import NORM_FILE, FinalNorm
@@ -125,7 +126,7 @@ def prove_published(
             rows.append(_last_row(dataset / line.file, line.tokens, form, shape))
             whole.append(line)
         except (OSError, ValueError) as e:
-            problems[line.index] = f"{line.file} can't be loaded: {e}"
+            problems[line.index] = f"{line.file} can't be loaded: {faults.reason(dataset / line.file, e)}"
     exact, tied = 0, 0
     verdicts = prover.prove_rows(np.stack(rows), [line.next_token for line in whole]) if rows else []
     for line, verdict in zip(whole, verdicts, strict=True):

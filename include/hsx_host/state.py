@@ -306,14 +306,14 @@ def transition_holder(spec: RunSpec) -> tuple[ProcId, str] | None:
         for fd in Path(f"/proc/{proc.pid}/fd").iterdir():
             with contextlib.suppress(OSError):
                 seen = os.stat(fd)
-                if (seen.st_dev, seen.st_ino) == (inode.st_dev, inode.st_ino) and not _is_free(path):
+                if (seen.st_dev, seen.st_ino) == (inode.st_dev, inode.st_ino) and not is_free(path):
                     return proc, note[2] if len(note) > 2 else ""
     except (OSError, ValueError, IndexError):
         pass
     return None
 
 
-def _is_free(path: Path) -> bool:
+def is_free(path: Path) -> bool:
     """Whether nobody holds the lock."""
     fd = os.open(path, os.O_RDONLY)
     try:

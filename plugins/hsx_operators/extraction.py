@@ -151,9 +151,10 @@ class VerifyDatasetOperator(HostVerbOperator):
         self.shards = shards
 
     def verb(self, context: Context) -> list[str]:
-        """``verify``."""
+        """``verify`` of what was captured; ``convert`` comes behind it."""
         late = ["--window-ended"] if window.left_over(self.host_of(context)) else []
-        return ["verify", *late, *(word for shard in self.shards or [] for word in ("--shard", str(shard["id"])))]
+        shards = (word for shard in self.shards or [] for word in ("--shard", str(shard["id"])))
+        return ["verify", "--captured", *late, *shards]
 
     def allowed_retries(self, error: errors.HsxOperatorError, host: dict[str, Any]) -> int | None:
         """What is missing from the data set is still missing at the next try, and production waits for this one."""

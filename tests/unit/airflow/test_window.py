@@ -242,10 +242,18 @@ def test_the_host_program_is_told() -> None:
     assert extract.verb(context(Ti(early))) == ["extract", "--shard", "3", "--stop-after", repr(early)]
     assert extract.verb(context(Ti(0.0))) == ["extract", "--shard", "3"]
     assert verify.verb(context(Ti(early))) == ["verify", "--shard", "3", "--shard", "7"]
-    assert verify.verb(context(Ti(late))) == ["verify", "--window-ended", "--shard", "3", "--shard", "7"]
+    assert verify.verb(context(Ti(late))) == ["verify", "--captured", "--window-ended", "--shard", "3", "--shard", "7"]
     # a shard that is cleared by day is done at any hour; what the window has left is no fault of it
     assert extract.verb(context(Ti(late), cleared=1)) == ["extract", "--shard", "3"]
-    assert verify.verb(context(Ti(late), cleared=1)) == ["verify", "--window-ended", "--shard", "3", "--shard", "7"]
+    assert verify.verb(context(Ti(late), cleared=1)) == [
+        "verify",
+        "--captured",
+        "--window-ended",
+        "--shard",
+        "3",
+        "--shard",
+        "7",
+    ]
     handoff: Any = TrainingHandoffOperator(task_id="handoff")
     assert handoff.verb(context(Ti(late), cleared=1)) == ["handoff", "--window-ended"]
     assert handoff.verb(context(Ti(early), cleared=1)) == ["handoff"]

@@ -197,3 +197,13 @@ def test_what_a_damaged_source_can_not_mend_stays_known(tmp_path: Path) -> None:
         hand_off(spec)
     shutil.copy(tmp_path / "kept", dataset / "v1/data_3.pt")
     assert converts(spec) == 1
+
+
+def test_before_a_conversion_only_what_was_captured_is_looked_at(tmp_path: Path) -> None:
+    """The DAG's order: verify, then convert, which finds and mends by headers what verify was not to look at."""
+    spec, dataset = made_in(tmp_path, "specforge")
+    converts(spec)
+    file_of(dataset / "specforge").unlink()
+    assert verify.run(spec, Namespace(deep=False, shard=None, window_ended=False, captured=True)).ok
+    assert converts(spec) == 1
+    assert verified(spec, deep=True).ok

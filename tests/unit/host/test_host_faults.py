@@ -15,7 +15,7 @@ import pytest
 
 from hsx_host import __main__ as program
 from hsx_host import contract as c
-from hsx_host import converted, formats, plan, verify
+from hsx_host import converted, formats, plan, proof, verify
 from hsx_host.dataset import identity
 from hsx_host.errors import Refused, TryAgain
 from hsx_host.layouts import faults
@@ -85,6 +85,20 @@ def test_what_the_host_can_not_read_is_not_noted_as_damaged(
     assert not list(dataset.rglob("damaged.jsonl"))
     monkeypatch.undo()
     assert check(spec, deep=True).ok
+
+
+def test_a_proof_that_can_not_read_a_file_notes_nothing(
+    made: tuple[c.RunSpec, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, dataset = made
+
+    def no_more(path: Path, *args: Any) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    monkeypatch.setattr(proof, "_last_row", no_more)
+    with h.refuses(TryAgain, "file", "v1/data_", "limit of open files"):
+        check(spec)
+    assert not list(dataset.rglob("damaged.jsonl"))
 
 
 @pytest.mark.parametrize("number", OF_CONTENT)

@@ -6,17 +6,22 @@ name; a file without a line does not count, and a line whose file is missing or 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import math
 import os
+import shutil
+import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from hsx_host.contract import ContractError, decode, encode
-from hsx_host.errors import Refused
+from hsx_host.errors import Refused, TryAgain
 from hsx_host.state import write_whole
+from hsx_host.wire import VERSION
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,9 @@ class Damaged:
 CUT, DAMAGED = "has a file", "was found damaged"
 
 _PIECE = 4096
+
+# What ``stat`` says of a path that leads to no file. Any other error says nothing of what is there.
+_NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 Line = TypeVar("Line", Published, Failed, Damaged)
 
@@ -111,38 +119,49 @@ def _cut_half(fd: int) -> int:
 
 def read_lines(path: Path, cls: type[Line], *, repair: bool = False) -> tuple[list[Line], bool]:
     """Every whole line, and whether any was left out: the last one, only half written (a crash), and with ``repair``
-    any that is cut.
+    any that is damaged.
 
-    :raises Refused: where another line can't be read: it is cut, or no line of this version of hsx.
+    :raises Refused: where another line can't be read. One of another version of hsx is never left out.
     """
     try:
         data = path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return [], False
     *whole, half = data.split(b"\n")
-    lines = []
-    for number, line in enumerate(whole):
+    lines, left_out = [], bool(half)
+    for number, line in enumerate(whole, start=1):
         try:
-            lines.append(decode(cls, line))
-        except ContractError as e:
-            if repair and not _is_json(line):
-                half = line
-                continue
-            raise Refused(
-                f"line {number + 1} can't be read: {e}",
-                field=path.name,
-                value=path,
-                fix="extract the shard again: cut lines are dropped; a line of another version of hsx is not",
-            ) from None
-    return lines, bool(half)
+            lines.append(_writable(decode(cls, line)))
+        except (ContractError, OverflowError, RecursionError) as e:
+            other = _is_of_another_version(line)
+            if other or not repair:
+                verb = "extract the shard" if path.name == "manifest.jsonl" else "run convert"
+                fix = f"{verb} again: it drops damaged lines and makes their samples anew"
+                if other:
+                    fix = "go on with the hsx that wrote it, or remove this line: its sample is made anew"
+                raise Refused(f"line {number} can't be read: {e}", field=path.name, value=path, fix=fix) from None
+            left_out = True
+    return lines, left_out
 
 
-def _is_json(line: bytes) -> bool:
+def _writable(line: Line) -> Line:
+    """The line, where it can be written again and its hash be compared."""
+    if not math.isfinite(getattr(line, "time", 0.0)):
+        raise ContractError("the time is no number")
     try:
-        json.loads(line)
+        bytes.fromhex(getattr(line, "ids_hash", ""))
     except ValueError:
+        raise ContractError("the ids_hash is no hash") from None
+    return line
+
+
+def _is_of_another_version(line: bytes) -> bool:
+    """Whether a line says so; one that says nothing is damaged."""
+    try:
+        body = json.loads(line)
+    except (ValueError, RecursionError):
         return False
-    return True
+    return isinstance(body, dict) and body.get("version", VERSION) != VERSION
 
 
 def newest(lines: Iterable[Line]) -> dict[int, Line]:
@@ -161,16 +180,41 @@ def _text(lines: Iterable[Published | Failed | Damaged]) -> bytes:
 
 
 def standing(dataset: Path, line: Published, ids_hash: bytes | None) -> str:
-    """Empty where a line counts: same sample as in the plan, and a file of the right size. Else why it does not."""
+    """Empty where a line counts: same sample as in the plan, and a file of the right size. Else why it does not.
+
+    :raises TryAgain: where it can't be told whether the file is there (no rights, a disk that fails).
+    """
     if ids_hash is None:
         return "is not in the plan"
     if line.ids_hash != ids_hash.hex():
         return "was another sample"
+    if what := _impossible(line):
+        return f"{DAMAGED}: its line can't be: {what}"
+    path = dataset / line.file
     try:
-        size = os.stat(dataset / line.file).st_size
+        found = os.stat(path)
     except OSError as e:
-        return f"has no file {line.file} ({e.strerror})"
-    return "" if size == line.bytes else f"{CUT} of {size} bytes instead of {line.bytes}"
+        if e.errno in _NO_FILE:
+            return f"has no file {line.file} ({e.strerror})"
+        text = f"it can't be told whether this file is there: {e.strerror}"
+        raise TryAgain(text, field="file", value=path, fix="make it readable for this user, then try again") from None
+    if not stat.S_ISREG(found.st_mode):
+        return f"has no file {line.file} (what has this name is none)"
+    return "" if found.st_size == line.bytes else f"{CUT} of {found.st_size} bytes instead of {line.bytes}"
+
+
+def _impossible(line: Published) -> str:
+    """What no extraction has written, whatever the format; empty where all may be so."""
+    if not 0 < line.tokens <= line.bytes:
+        return f"{line.tokens} tokens in {line.bytes} bytes"
+    if line.next_token < 0:
+        return f"next token {line.next_token}"
+    crcs = line.crc32.values()
+    if min(crcs, default=0) < 0 or max(crcs, default=0) >= 2**32:
+        return "a checksum that is no crc32"
+    if not line.file.isprintable() or line.file.startswith("/") or ".." in line.file.split("/"):
+        return f"the file {line.file!r}"
+    return ""
 
 
 def judged(
@@ -199,10 +243,10 @@ def resume(dataset: Path, path: Path, hashes: dict[int, bytes], say: Callable[[s
     for row, reason in why.items():
         say(f"row {row} {reason}: it leaves the manifest")
     if half:
-        say("a line of the manifest was half written: it is dropped")
+        say("a line of the manifest was half written or damaged: it is dropped")
     if half or len(good) != len(lines):
         rewrite(path, good.values())
-    damaged_path(path).unlink(missing_ok=True)
+    _remove(damaged_path(path))
     return good
 
 
@@ -223,7 +267,8 @@ def _judge(
 
 def _damaged(manifest: Path) -> dict[tuple[int, str], str]:
     """What ``verify`` found wrong, by row and rid of the try that published it."""
-    lines: tuple[list[Damaged], bool] = read_lines(damaged_path(manifest), Damaged, repair=True)
+    path = damaged_path(manifest)
+    lines: tuple[list[Damaged], bool] = ([], False) if path.is_dir() else read_lines(path, Damaged, repair=True)
     return {(d.index, d.rid): d.reason for d in lines[0]}
 
 
@@ -234,6 +279,8 @@ def damaged_path(manifest: Path) -> Path:
 
 def note_damaged(manifest: Path, found: Iterable[tuple[Published, str]]) -> None:
     """Remember published samples whose files are wrong, for the next ``resume`` of their shard."""
+    if damaged_path(manifest).is_dir():
+        _remove(damaged_path(manifest))
     ledger: Ledger[Damaged] = Ledger(damaged_path(manifest))
     for line, reason in found:
         ledger.append(Damaged(line.index, line.rid, reason))
@@ -265,21 +312,29 @@ def remove_leftovers(folder: Path, dataset: Path, rows: dict[int, str], publishe
     for name in rows.values():
         file = folder / name
         if file not in kept and file.exists():
-            file.unlink()
+            _remove(file)
             removed.append(name)
     return removed
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, or a folder that stands in its place."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def published_lines(path: Path, *, repair: bool = False) -> dict[int, Published]:
     """The line that counts for each row of a manifest; whether its sample still stands is not looked at.
 
-    :param repair: lines that are cut are left out (``read_lines``).
+    :param repair: lines that are damaged are left out (``read_lines``).
     """
     return newest(read_lines(path, Published, repair=repair)[0])
 
 
 def failures(path: Path) -> dict[int, Failed]:
-    """The failure that counts for each row. A cut line names none: its row is missing, and is tried again."""
+    """The failure that counts for each row. A damaged line names none: its row is missing, and is tried again."""
     lines: tuple[list[Any], bool] = read_lines(path, Failed, repair=True)
     return newest(lines[0])
 

@@ -273,7 +273,7 @@ def _underived(spec: RunSpec, meaning: DatasetSemantics, folder: Path, counts: _
     samples = size = 0
     shape = meaning.shape
     for form in formats.of_run(spec.capture.formats)[1:]:
-        have = published_lines(folder / form.FOLDER / converted.SAMPLES)
+        have = published_lines(folder / form.FOLDER / converted.SAMPLES, repair=True)  # convert makes the others
         missing = [line for row, line in counts.standing.items() if not converted.same_sample(have.get(row), line)]
         samples += len(missing)
         size += sum(form.file_bytes(line.tokens, shape) for line in missing)

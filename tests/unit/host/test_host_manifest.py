@@ -6,13 +6,14 @@ import errno
 import os
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import host_data as h
 import pytest
 
 from hsx_host import contract as c
 from hsx_host import plan, verify
-from hsx_host.errors import Refused
+from hsx_host.errors import Refused, TryAgain
 from hsx_host.manifest import Failed, Ledger, Published, failures, newest, read_lines, remove_leftovers, resume
 from hsx_host.shards import ShardFiles, read_input
 
@@ -50,12 +51,54 @@ def test_half_last_line_is_dropped(made: tuple[c.RunSpec, Path, ShardFiles], lef
     assert files.manifest.read_bytes() == b"".join(lines[:3])
 
 
-def test_broken_line_in_the_middle_is_refused(made: tuple[c.RunSpec, Path, ShardFiles]) -> None:
+@pytest.mark.parametrize("broken", [b"", b"{}", b"[]", b"1", b"[" * 100_000, b'{"type":"Published","version":1}'])
+def test_a_broken_line_in_the_middle_is_refused_to_those_who_read_and_dropped_by_a_resume(
+    made: tuple[c.RunSpec, Path, ShardFiles], broken: bytes
+) -> None:
     _, dataset, files = made
     lines = files.manifest.read_bytes().splitlines(keepends=True)
-    files.manifest.write_bytes(lines[0] + b"{}\n" + lines[2])
-    with h.refuses(Refused, "manifest.jsonl", "line 2"):
+    files.manifest.write_bytes(lines[0] + broken + b"\n" + lines[2])
+    with h.refuses(Refused, "manifest.jsonl", "line 2", "extract the shard again"):
+        read_lines(files.manifest, Published)
+    assert resumed(dataset, files)[0] == [0, 2]
+    assert files.manifest.read_bytes() == lines[0] + lines[2]
+
+
+@pytest.mark.parametrize("other", [b'{"version":2}', b'{"type":"Published","version":"1.5"}'])
+def test_a_line_of_another_version_is_refused_to_all(made: tuple[c.RunSpec, Path, ShardFiles], other: bytes) -> None:
+    _, dataset, files = made
+    files.manifest.write_bytes(files.manifest.read_bytes() + other + b"\n")
+    before = files.manifest.read_bytes()
+    with h.refuses(Refused, "manifest.jsonl", "line 5", "remove this line"):
         resumed(dataset, files)
+    assert files.manifest.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("number", "gone"),
+    [
+        *((n, True) for n in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)),
+        *((n, False) for n in (errno.EACCES, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENOMEM)),
+    ],
+)
+def test_only_an_error_that_says_that_there_is_no_file_drops_a_line(
+    made: tuple[c.RunSpec, Path, ShardFiles], monkeypatch: pytest.MonkeyPatch, number: int, gone: bool
+) -> None:
+    _, dataset, files = made
+    before, real = files.manifest.read_bytes(), os.stat
+
+    def stat(path: Any, *args: Any, **how: Any) -> os.stat_result:
+        if str(path).endswith("data_2.pt"):
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path, *args, **how)
+
+    monkeypatch.setattr(os, "stat", stat)
+    if gone:
+        assert resumed(dataset, files)[0] == [0, 1, 3]
+        return
+    with h.refuses(TryAgain, "file", "v1/data_2.pt", os.strerror(number), "readable"):
+        resumed(dataset, files)
+    assert files.manifest.read_bytes() == before
 
 
 def test_missing_and_cut_files_leave_the_manifest(made: tuple[c.RunSpec, Path, ShardFiles]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from argparse import Namespace
@@ -69,6 +70,32 @@ def header_of_another(dataset: Path) -> None:
     h.sample_file(path, [1] * 7, [1] * 7, h.states(7, seed=5))
 
 
+def other_line(dataset: Path, old: bytes, new: bytes) -> None:
+    """Row 2's line of the manifest, with other bytes in it."""
+    path = ShardFiles(dataset, 0).manifest
+    lines = path.read_bytes().splitlines(keepends=True)
+    (one,) = (line for line in lines if b'"index":2,' in line)
+    assert old in one
+    path.write_bytes(b"".join(lines).replace(one, one.replace(old, new, 1)))
+
+
+def other_value(dataset: Path, name: str, value: object) -> None:
+    """Row 2's line of the manifest, with another value."""
+    path = ShardFiles(dataset, 0).manifest
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if line["index"] == 2:
+            line[name] = value
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def folder_for_file(dataset: Path, *, full: bool) -> None:
+    (dataset / "v1/data_2.pt").unlink()
+    (dataset / "v1/data_2.pt").mkdir()
+    if full:
+        (dataset / "v1/data_2.pt/x").write_text("x")
+
+
 FAULTS: dict[str, tuple[Callable[[Path], object], str, int]] = {
     "cut file": (lambda d: os.truncate(d / "v1/data_2.pt", 3000), "row 2 has a file of 3000 bytes", 1),
     "empty file": (lambda d: os.truncate(d / "v1/data_2.pt", 0), "row 2 has a file of 0 bytes", 1),
@@ -93,6 +120,35 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str, int]] = {
         ".manifest.jsonl.77.tmp stands beside", 0,
     ),
     "another run's leftover": (lambda d: (d / "v1/data_99.pt").write_bytes(b"x"), "v1/data_99.pt is in no manifest", 0),
+    "a folder under a sample's name": (lambda d: folder_for_file(d, full=False), "row 2 has no file v1/data_2.pt", 1),
+    "a full one": (lambda d: folder_for_file(d, full=True), "row 2 has no file v1/data_2.pt", 1),
+    "a blank line": (lambda d: other_line(d, b"{", b"\n{"), "can't be read", 0),
+    "a blank line behind all": (lambda d: other_line(d, b"}\n", b"}\n\n"), "can't be read", 0),
+    "noise": (lambda d: other_line(d, b"{", b"\xff\0\xfe{"), "can't be read", 1),
+    **{
+        f"{new!r} for {old!r}": (lambda d, old=old, new=new: other_line(d, old, new), "can't be read", 1)
+        for old, new in (
+            (b'"tokens"', b'"tokenr"'), (b'"crc32":', b'"crc33":'), (b'"type"', b'"typd"'),
+            (b'"version"', b'"versiom"'), (b'"Published"', b'"Publisheb"'), (b'"index":2,', b'"index":{},'),
+            (b'"index":2,', b'"index":"2",'),
+        )
+    },
+    **{
+        f"{name} = {value!r}"[:40]: (lambda d, name=name, value=value: other_value(d, name, value), words, 1)
+        for name, value, words in (
+            *(("tokens", n, "row 2 was found damaged: its line can't be") for n in (10**18, 10**40, 0, -7)),
+            ("bytes", -1, "row 2 was found damaged: its line can't be"),
+            ("next_token", -3, "row 2 was found damaged: its line can't be"),
+            *(("crc32", {"input_ids": n}, "row 2 was found damaged: its line can't be") for n in (-1, 2**32)),
+            *(
+                ("file", name, "row 2 was found damaged: its line can't be")
+                for name in ("v1/\0x", "v1/\ud800", "/etc/passwd", "../x", "v1/../../x")
+            ),
+            *(("file", name, "row 2 has no file") for name in ("", "v1", "x" * 5000, "v1/data_1.pt/x")),
+            ("ids_hash", "no hexadecimal digits", "can't be read"),
+            *(("time", n, "can't be read") for n in (float("nan"), float("inf"), 10**400)),
+        )
+    },
 }  # fmt: skip
 
 
@@ -165,6 +221,72 @@ def test_a_line_of_another_version_is_not_dropped(whole: tuple[c.RunSpec, StandI
     with h.refuses(Refused, "manifest.jsonl", "line 1 can't be read", "version 2"):
         extract.run(spec, Namespace(shard=0, stop_after=0.0))
     assert manifest.read_bytes() == before
+
+
+def test_another_versions_line_names_a_fix_that_works(whole: tuple[c.RunSpec, StandIn]) -> None:
+    spec, _ = whole
+    manifest = ShardFiles(fingerprint.opened(spec)[0], 0).manifest
+    before = manifest.read_bytes()
+    other_line(fingerprint.opened(spec)[0], b'"version":1', b'"version":2')
+    for verb in (
+        lambda: extract.run(spec, Namespace(shard=0, stop_after=0.0)),
+        lambda: plan.run(spec, Namespace(dry_run=False, failed=False)),
+    ):
+        with h.refuses(Refused, "manifest.jsonl", "version 2", "or remove this line"):
+            verb()
+    manifest.write_bytes(b"".join(x for x in manifest.read_bytes().splitlines(True) if b'"version":2' not in x))
+    assert extract.run(spec, Namespace(shard=0, stop_after=0.0)).extracted == 1
+    assert len(manifest.read_bytes().splitlines()) == len(before.splitlines())
+
+
+NOTES = {
+    "empty": b"", "a blank line": b"\n", "noise": b"\xff\0\xfe\n", "another document": b"{}\n", "a list": b"[]\n",
+    "another field": b'{"type":"%s","version":1,"indey":2}\n', "cut": b'{"type":"%s","vers',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("noise", NOTES)
+@pytest.mark.parametrize(("name", "kind"), [("failures.jsonl", b"Failed"), ("damaged.jsonl", b"Damaged")])
+def test_a_broken_note_stands_in_nobodys_way(
+    whole: tuple[c.RunSpec, StandIn], name: str, kind: bytes, noise: str
+) -> None:
+    spec, _ = whole
+    dataset, _ = fingerprint.opened(spec)
+    ShardFiles(dataset, 0).folder.joinpath(name).write_bytes(NOTES[noise].replace(b"%s", kind))
+    assert plan.run(spec, Namespace(dry_run=False, failed=True)).valid == 8
+    assert plan.run(spec, Namespace(dry_run=False, failed=False)).done == 8
+    assert verify.run(spec, Namespace(deep=False, shard=None, window_ended=False)).ok
+    (dataset / "v1/data_2.pt").unlink()
+    assert extract.run(spec, Namespace(shard=0, stop_after=0.0)).extracted == 1
+    assert extract.run(spec, Namespace(shard=0, stop_after=0.0)).extracted == 0
+
+
+def test_a_note_that_is_a_folder_goes(whole: tuple[c.RunSpec, StandIn]) -> None:
+    spec, _ = whole
+    dataset, _ = fingerprint.opened(spec)
+    (ShardFiles(dataset, 0).folder / "damaged.jsonl").mkdir()
+    (ShardFiles(dataset, 0).folder / "damaged.jsonl/x").write_text("x")
+    flip(dataset / "v1/data_2.pt", inside(dataset, "layer_3"))
+    deep(spec, expect="row 2: v1/data_2.pt: layer_3 does not match its checksum")
+    assert extract.run(spec, Namespace(shard=0, stop_after=0.0)).extracted == 1
+    assert verify.run(spec, Namespace(deep=True, shard=None, window_ended=False)).ok
+
+
+@pytest.mark.parametrize("spoil", [b"\n", b"{}\n", b"cut\n"])
+def test_a_broken_line_of_a_derived_format_is_mended_by_convert(tmp_path: Path, spoil: bytes) -> None:
+    data = h.write_lines(tmp_path / "d.jsonl", h.samples(6))
+    spec = h.make_spec(tmp_path, data, formats=["speculators_v1", "specforge"])
+    plan.run(spec, Namespace(dry_run=False, failed=False))
+    dataset = h.publish(spec)
+    wanted = Namespace(format="", out="", source="", shards="", limit=0, min_tokens=0, max_tokens=0, approximate=False)
+    convert.run(spec, wanted)
+    lines = next(dataset.glob("specforge*/hsx-samples.jsonl"))
+    lines.write_bytes(spoil + b"".join(lines.read_bytes().splitlines(True)[1:]))
+    with h.refuses(Refused, "hsx-samples.jsonl", "line 1 can't be read", "run convert again"):
+        handoff.run(spec, Namespace(window_ended=False))
+    assert plan.run(spec, Namespace(dry_run=False, failed=False)).derive == 1
+    assert convert.run(spec, wanted).formats[0].samples == 6
+    assert len(handoff.run(spec, Namespace(window_ended=False)).formats) == 2
 
 
 OTHER = {

@@ -78,12 +78,13 @@ def run(spec: RunSpec, args: Namespace) -> PlanResult:
         try:  # inputs take their names only once the whole file has passed
             counts, shards = _pass(spec, meaning, facts, folder, None if args.dry_run else reuse.draft(folder))
             _check(spec, counts, {s.id for s in shards})
-            _check_nothing_lost(spec, folder, counts)
+            strange = _check_nothing_lost(spec, folder, counts, {s.id for s in shards})
             if args.failed and not spec.data.shards:
                 shards = []
             result = _result(spec, meaning, folder, counts, shards)
             if not args.dry_run:
                 _keep(folder, meaning, counts, result)
+                _set_aside(folder, strange)
         finally:
             reuse.discard(folder)
     state.write_document(state.run_dir(spec) / "plan.json", result)
@@ -155,6 +156,14 @@ def _keep(folder: Path, meaning: DatasetSemantics, counts: _Counts, result: Plan
     state.write_document(folder / "plan.json", result)
 
 
+def _set_aside(folder: Path, shards: list[int]) -> None:
+    """Rename folders that are no shards of the plan (copies of others): each verb would take them for shards."""
+    for files in (ShardFiles(folder, shard) for shard in shards):
+        with state.locked(files.lock, wait_s=0, what=f"shard {files.id:05d}"):
+            state.set_aside(files.folder)
+        log(f"{files.folder} is no shard of the plan and has no sample of its own: it is set aside")
+
+
 def _reject_lines(counts: _Counts) -> bytes:
     return "".join(encode(RejectedRow(r.row, r.row + 1, r.reason)) + "\n" for r in counts.rejects).encode()
 
@@ -181,7 +190,8 @@ def _close(
     size = len(samples) if shard >= FIRST_TOP_UP else counts.rows - first
     hashes = {s.row: s.hash for s in samples}
     good, _, lines = judged(folder, ShardFiles(folder, shard).manifest, hashes)
-    lost = sorted(set(lines) - set(hashes))
+    # a line of a row of another shard is that one's to have
+    lost = sorted(row for row in lines if row not in hashes and row // spec.data.shard_size == shard)
     if lost:
         why = next((r.reason for r in counts.rejects if r.row == lost[0]), "the file ends before it")
         _lost(spec, f"row {lost[0]} is published, and the data file no longer has it: {why}")
@@ -237,10 +247,20 @@ def _check(spec: RunSpec, counts: _Counts, shards: set[int]) -> None:
         )
 
 
-def _check_nothing_lost(spec: RunSpec, folder: Path, counts: _Counts) -> None:
+def _check_nothing_lost(spec: RunSpec, folder: Path, counts: _Counts, planned: set[int]) -> list[int]:
+    """Refused where rows would be lost. Shards that have a folder, no row of the plan and no sample of their own."""
     before = state.read_document(PlanResult, folder / "plan.json")
     if before and before.rows > counts.rows:
         _lost(spec, f"the data set was made of {before.rows} rows, and the file now has {counts.rows}")
+    strange = []
+    for shard in (s for s in shard_ids(folder) if s not in planned):
+        lines = published_lines(ShardFiles(folder, shard).manifest)
+        own = sorted(row for row in lines if row // spec.data.shard_size == shard)
+        if not own:
+            strange.append(shard)
+        elif shard < FIRST_TOP_UP:  # what lies behind may be of a top-up that was removed to make it anew
+            _lost(spec, f"row {own[0]} is published, and the data file no longer has it: the file ends before it")
+    return strange
 
 
 def _lost(spec: RunSpec, what: str) -> NoReturn:

@@ -108,6 +108,8 @@ def _finish(dataset: Path, shard_size: int) -> None:
         _rewrite(dataset, shard, moved, lines)
     for file in sorted(folder.glob("*.safetensors")):
         files = ShardFiles(dataset, int(file.stem))
+        if files.folder.is_file():
+            state.set_aside(files.folder)
         files.folder.mkdir(parents=True, exist_ok=True)
         file.replace(files.input)
         sync_folder(files.folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,8 @@ from numpy.typing import NDArray
 
 from hsx_host.dataset import Sample, identity
 from hsx_host.errors import TryAgain
-from hsx_host.state import write_whole
+from hsx_host.fingerprint import DatasetSemantics
+from hsx_host.state import read_document, write_whole
 
 #: Top-ups are shards from here on: a data file may grow without meeting their rows.
 FIRST_TOP_UP = 50_000
@@ -66,9 +68,10 @@ def shard_name(shard: int, shard_size: int, rows: int) -> str:
 
 
 def shard_ids(dataset: Path) -> list[int]:
-    """The shards that have a folder, ascending."""
+    """The shards that have a folder, ascending. What is not called as ``ShardFiles.folder`` writes it is none."""
     root = dataset / "shards"
-    return sorted(int(p.name) for p in root.iterdir() if p.name.isdigit()) if root.is_dir() else []
+    found = root.iterdir() if root.is_dir() else ()
+    return sorted(int(p.name) for p in found if re.fullmatch("[0-9]{5}|[1-9][0-9]{5,}", p.name) and p.is_dir())
 
 
 def row_numbers(dataset: Path, shard_size: int) -> Iterator[int]:
@@ -131,7 +134,10 @@ def write_input(path: Path, shard: ShardInput) -> None:
 
 
 def read_input(files: ShardFiles) -> ShardInput:
-    """What ``plan`` wrote; TryAgain where it is missing or broken, since another plan makes it anew."""
+    """What ``plan`` wrote; TryAgain where it is missing, broken or another shard's: another plan makes it anew.
+
+    Another shard's rows would be taken for all that this one has, and what is published of it for leftovers.
+    """
     from safetensors.numpy import load_file
 
     try:
@@ -139,6 +145,10 @@ def read_input(files: ShardFiles) -> ShardInput:
         if {k: v.dtype for k, v in found.items()} != {k: np.dtype(v) for k, v in _KINDS.items()}:
             raise ValueError("its arrays are not those of a shard")
         shard = ShardInput(**found)
+        meaning = read_document(DatasetSemantics, files.dataset / "dataset.json")
+        strange = [row for row in shard.rows.tolist() if meaning is None or row // meaning.shard_size != files.id]
+        if strange:
+            raise ValueError(f"row {strange[0]} is not one of shard {files.id:05d}")
         for sample in map(shard.sample, range(len(shard))):
             if identity(sample.ids, sample.mask) != sample.hash:
                 raise ValueError(f"row {sample.row} is not the sample that it was")

@@ -241,7 +241,7 @@ def test_the_host_program_is_told() -> None:
     verify: Any = VerifyDatasetOperator(task_id="verify", shards=[{"id": 3}, {"id": 7}])
     assert extract.verb(context(Ti(early))) == ["extract", "--shard", "3", "--stop-after", repr(early)]
     assert extract.verb(context(Ti(0.0))) == ["extract", "--shard", "3"]
-    assert verify.verb(context(Ti(early))) == ["verify", "--shard", "3", "--shard", "7"]
+    assert verify.verb(context(Ti(early))) == ["verify", "--captured", "--shard", "3", "--shard", "7"]
     assert verify.verb(context(Ti(late))) == ["verify", "--captured", "--window-ended", "--shard", "3", "--shard", "7"]
     # a shard that is cleared by day is done at any hour; what the window has left is no fault of it
     assert extract.verb(context(Ti(late), cleared=1)) == ["extract", "--shard", "3"]

@@ -242,6 +242,28 @@ def test_fewer_rows_are_refused_and_the_old_plan_stays(tmp_path: Path) -> None:
     assert tree(Path(result.dataset_dir)) == before
 
 
+@pytest.mark.parametrize(
+    "name", ["\u00b2", "7", "0", "000001", "\u0660\u0660\u0660\u0660\u0667", "0000x", "00002.broken", ".00001", "-0001"]
+)
+def test_what_is_no_shards_folder(tmp_path: Path, name: str) -> None:
+    spec, result = planned(tmp_path, h.samples(5))
+    dataset = Path(result.dataset_dir)
+    (dataset / "shards" / name).mkdir()
+    (dataset / "shards/00009").write_text("a file")
+    (dataset / "shards/100000").mkdir()
+    assert shard_ids(dataset) == [0, 1, 100000]
+    assert run(spec).todo == 5
+    assert shard_ids(dataset) == [0, 1]
+
+
+def test_a_dry_run_leaves_a_folder_that_the_plan_has_not(tmp_path: Path) -> None:
+    spec, result = planned(tmp_path, h.samples(5))
+    folder = ShardFiles(Path(result.dataset_dir), 7).folder
+    folder.mkdir()
+    run(spec, dry_run=True)
+    assert folder.is_dir()
+
+
 def test_a_published_row_that_is_now_a_reject_is_refused(tmp_path: Path) -> None:
     spec, _ = planned(tmp_path, h.samples(5), max_rejects=5)
     h.publish(spec)

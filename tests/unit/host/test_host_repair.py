@@ -19,7 +19,7 @@ from hsx_host import contract as c
 from hsx_host import convert, extract, fingerprint, handoff, plan, verify
 from hsx_host.errors import HsxError, Refused
 from hsx_host.formats import speculators_v1 as v1
-from hsx_host.shards import FIRST_TOP_UP, ShardFiles
+from hsx_host.shards import FIRST_TOP_UP, ShardFiles, shard_ids
 
 
 @pytest.fixture
@@ -237,6 +237,66 @@ def test_another_versions_line_names_a_fix_that_works(whole: tuple[c.RunSpec, St
     manifest.write_bytes(b"".join(x for x in manifest.read_bytes().splitlines(True) if b'"version":2' not in x))
     assert extract.run(spec, Namespace(shard=0, stop_after=0.0)).extracted == 1
     assert len(manifest.read_bytes().splitlines()) == len(before.splitlines())
+
+
+def copied_folder(dataset: Path, source: int, to: int) -> None:
+    shutil.rmtree(ShardFiles(dataset, to).folder, ignore_errors=True)
+    shutil.copytree(ShardFiles(dataset, source).folder, ShardFiles(dataset, to).folder)
+
+
+COPIES: dict[str, tuple[Callable[[Path], object], int, int]] = {
+    "the samples of the one before": (
+        lambda d: shutil.copyfile(ShardFiles(d, 0).input, ShardFiles(d, 1).input), 1, 0
+    ),
+    "the samples of the one behind": (
+        lambda d: shutil.copyfile(ShardFiles(d, 1).input, ShardFiles(d, 0).input), 0, 0
+    ),
+    "the folder of the one before": (lambda d: copied_folder(d, 0, 1), 1, 4),
+    "the folder of the one behind": (lambda d: copied_folder(d, 1, 0), 0, 4),
+    "a folder beyond the data": (lambda d: copied_folder(d, 0, 2), 2, 0),
+    "a folder far beyond the data": (lambda d: copied_folder(d, 1, 777), 777, 0),
+    "a folder as a top-up's": (lambda d: copied_folder(d, 0, FIRST_TOP_UP), FIRST_TOP_UP, 0),
+    "an empty folder": (lambda d: ShardFiles(d, 2).folder.mkdir(), 2, 0),
+    "a file in a folder's place": (
+        lambda d: (shutil.rmtree(ShardFiles(d, 1).folder), ShardFiles(d, 1).folder.write_text("x")), 1, 4
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_another_shards_folder_costs_no_other_shards_file(whole: tuple[c.RunSpec, StandIn], copy: str) -> None:
+    spec, server = whole
+    dataset, _ = fingerprint.opened(spec)
+    before = {p.name: p.read_bytes() for p in (dataset / "v1").iterdir()}
+    spoil, shard, redone = COPIES[copy]
+    spoil(dataset)
+    with pytest.raises(HsxError) as told:
+        extract.run(spec, Namespace(shard=shard, stop_after=0.0))
+    assert "plan" in str(told.value)
+    assert {p.name: p.read_bytes() for p in (dataset / "v1").iterdir()} == before
+    assert plan.run(spec, Namespace(dry_run=False, failed=False)).todo == redone
+    assert {p.name: p.read_bytes() for p in (dataset / "v1").iterdir()} == before
+    assert shard_ids(dataset) == [0, 1]
+    asked = len(server.rids)
+    for known in (0, 1):
+        extract.run(spec, Namespace(shard=known, stop_after=0.0))
+    assert len(server.rids) == asked + redone
+    report = verify.run(spec, Namespace(deep=True, shard=None, window_ended=False))
+    assert (report.ok, report.samples) == (True, 8)
+    assert {p.name: p.read_bytes() for p in (dataset / "v1").iterdir()} == before
+
+
+def test_a_folder_that_the_plan_has_not_stays_where_its_own_samples_are_published(
+    whole: tuple[c.RunSpec, StandIn],
+) -> None:
+    """The data file has lost rows, and so has ``plan.json``: the manifests still say so."""
+    spec, _ = whole
+    dataset, _ = fingerprint.opened(spec)
+    (dataset / "plan.json").unlink()
+    h.write_lines(Path(spec.data.path), h.samples(4))
+    with h.refuses(Refused, "data.path", "row 4 is published", "rows would be lost"):
+        plan.run(spec, Namespace(dry_run=False, failed=False))
+    assert ShardFiles(dataset, 1).manifest.exists()
 
 
 NOTES = {

@@ -175,6 +175,15 @@ def read_document(cls: type[T], path: Path) -> T | None:
         ) from None
 
 
+def read_or_none(cls: type[T], path: Path) -> T | None:
+    """``read_document`` of what can be done without: None, with a line in the log, where it can't be read."""
+    try:
+        return read_document(cls, path)
+    except Refused as e:
+        log(f"{path} is left out: {e.doc.message}")
+        return None
+
+
 def last_spec(spec: RunSpec) -> Path:
     """The spec of the run that was granted the lease last: what a person's command without ``--spec`` goes by."""
     return home(spec) / "state" / "spec.json"

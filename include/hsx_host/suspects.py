@@ -47,8 +47,11 @@ class Suspects:
 
 
 def read(path: Path, hashes: dict[int, bytes]) -> dict[int, Suspect]:
-    """Suspects by row, less those whose row is another sample now (``hashes``: identity by row)."""
-    found = state.read_document(Suspects, path) or Suspects()
+    """Suspects by row, less those whose row is another sample now (``hashes``: identity by row).
+
+    They only save tries: a file that can't be read keeps no shard from being extracted.
+    """
+    found = state.read_or_none(Suspects, path) or Suspects()
     return {s.row: s for s in found.samples if s.row in hashes and hashes[s.row].hex() == s.ids_hash}
 
 

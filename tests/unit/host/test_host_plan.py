@@ -242,6 +242,23 @@ def test_fewer_rows_are_refused_and_the_old_plan_stays(tmp_path: Path) -> None:
     assert tree(Path(result.dataset_dir)) == before
 
 
+NO_PLANS = {"cut": b'{"type":"PlanRes', "empty": b"", "noise": b"\xff\0", "another document": b"{}"}
+
+
+@pytest.mark.parametrize("content", NO_PLANS)
+def test_a_broken_plan_is_written_anew_and_lost_rows_are_refused_all_the_same(tmp_path: Path, content: str) -> None:
+    spec, result = planned(tmp_path, h.samples(8))
+    dataset = h.publish(spec)
+    (dataset / "plan.json").write_bytes(NO_PLANS[content])
+    for rows in (7, 4, 3):
+        h.write_lines(Path(spec.data.path), h.samples(rows))
+        with h.refuses(Refused, "data.path", f"row {rows} is published", "would be lost"):
+            run(spec)
+    h.write_lines(Path(spec.data.path), h.samples(8))
+    assert run(spec).done == 8
+    assert c.decode(c.PlanResult, (dataset / "plan.json").read_bytes()).rows == result.rows
+
+
 @pytest.mark.parametrize(
     "name", ["\u00b2", "7", "0", "000001", "\u0660\u0660\u0660\u0660\u0667", "0000x", "00002.broken", ".00001", "-0001"]
 )

@@ -306,7 +306,9 @@ NOTES = {
 
 
 @pytest.mark.parametrize("noise", NOTES)
-@pytest.mark.parametrize(("name", "kind"), [("failures.jsonl", b"Failed"), ("damaged.jsonl", b"Damaged")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("failures.jsonl", b"Failed"), ("damaged.jsonl", b"Damaged"), ("suspects.json", b"Suspects")]
+)
 def test_a_broken_note_stands_in_nobodys_way(
     whole: tuple[c.RunSpec, StandIn], name: str, kind: bytes, noise: str
 ) -> None:

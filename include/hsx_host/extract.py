@@ -266,7 +266,7 @@ class _Shard:
                 value=self._files.id,
                 fix="what this step extracted counts no longer: run probe, look at the capture plugin, extract again",
             )
-        plan = state.read_document(PlanResult, self._dataset / "plan.json")
+        plan = state.read_or_none(PlanResult, self._dataset / "plan.json")
         rows = max(plan.rows if plan else 0, int(self._input.rows[-1]) + 1)
         return ShardSummary(
             shard=self._files.id,

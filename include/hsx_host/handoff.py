@@ -194,6 +194,6 @@ def manifest_sha256(dataset: Path) -> str:
         if manifest.exists():
             digest.update(f"{shard}\n".encode() + manifest.read_bytes())
         damaged = damaged_path(manifest)
-        if damaged.exists() and (found := damaged.read_bytes()):
+        if damaged.is_file() and (found := damaged.read_bytes()):
             digest.update(f"{shard} damaged\n".encode() + found)
     return digest.hexdigest()

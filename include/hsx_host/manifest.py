@@ -135,8 +135,7 @@ def read_lines(path: Path, cls: type[Line], *, repair: bool = False) -> tuple[li
         except (ContractError, OverflowError, RecursionError) as e:
             other = _is_of_another_version(line)
             if other or not repair:
-                verb = "extract the shard" if path.name == "manifest.jsonl" else "run convert"
-                fix = f"{verb} again: it drops damaged lines and makes their samples anew"
+                fix = "extract the shard again: it drops damaged lines and makes their samples anew"
                 if other:
                     fix = "go on with the hsx that wrote it, or remove this line: its sample is made anew"
                 raise Refused(f"line {number} can't be read: {e}", field=path.name, value=path, fix=fix) from None
@@ -218,15 +217,16 @@ def _impossible(line: Published) -> str:
 
 
 def judged(
-    dataset: Path, path: Path, hashes: Mapping[int, bytes]
+    dataset: Path, path: Path, hashes: Mapping[int, bytes], *, repair: bool = False
 ) -> tuple[dict[int, Published], dict[int, str], dict[int, Published]]:
     """The lines of a manifest that count, why each other row's does not, and every row's line.
 
     A line counts where it is ``standing``, and ``verify`` has not found its file damaged (``damaged.jsonl``).
 
     :param hashes: identity by row, of the plan.
+    :param repair: lines that are damaged are left out (``read_lines``).
     """
-    lines = published_lines(path)
+    lines = published_lines(path, repair=repair)
     good, why = _judge(dataset, lines, hashes, _damaged(path))
     return good, why, lines
 

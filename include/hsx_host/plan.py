@@ -96,7 +96,7 @@ def failing(folder: Path) -> list[int]:
     found = []
     for shard in shard_ids(folder):
         files = ShardFiles(folder, shard)
-        published = published_lines(files.manifest)
+        published = published_lines(files.manifest, repair=True)
         if failures(files.failures).keys() - published.keys():
             found.append(shard)
     return found
@@ -189,7 +189,7 @@ def _close(
     first = shard * spec.data.shard_size
     size = len(samples) if shard >= FIRST_TOP_UP else counts.rows - first
     hashes = {s.row: s.hash for s in samples}
-    good, _, lines = judged(folder, ShardFiles(folder, shard).manifest, hashes)
+    good, _, lines = judged(folder, ShardFiles(folder, shard).manifest, hashes, repair=True)
     # a line of a row of another shard is that one's to have
     lost = sorted(row for row in lines if row not in hashes and row // spec.data.shard_size == shard)
     if lost:
@@ -254,7 +254,7 @@ def _check_nothing_lost(spec: RunSpec, folder: Path, counts: _Counts, planned: s
         _lost(spec, f"the data set was made of {before.rows} rows, and the file now has {counts.rows}")
     strange = []
     for shard in (s for s in shard_ids(folder) if s not in planned):
-        lines = published_lines(ShardFiles(folder, shard).manifest)
+        lines = published_lines(ShardFiles(folder, shard).manifest, repair=True)
         own = sorted(row for row in lines if row // spec.data.shard_size == shard)
         if not own:
             strange.append(shard)

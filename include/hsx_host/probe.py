@@ -101,7 +101,7 @@ def lengths(spec: RunSpec, dataset: Path, engine: Engine) -> list[int]:
     most = longest_prompt(read_model(spec.model.path), spec.extraction)
     chunk = chunk_size(spec, engine)
     wanted = {1, 19} | ({chunk - 1, chunk, chunk + 1, 2 * chunk + 1} if chunk > 1 else set())
-    plan = state.read_document(PlanResult, dataset / "plan.json")
+    plan = state.read_or_none(PlanResult, dataset / "plan.json")
     if plan is not None and plan.longest:
         wanted.add(plan.longest)
     return sorted(n for n in wanted if 1 <= n <= most)

@@ -34,8 +34,9 @@ def published(dataset: Path) -> dict[bytes, Published]:
     found: dict[bytes, Published] = {}
     for shard in shard_ids(dataset):
         manifest = ShardFiles(dataset, shard).manifest
-        hashes = {row: bytes.fromhex(line.ids_hash) for row, line in published_lines(manifest).items()}
-        good, _, _ = judged(dataset, manifest, hashes)  # whatever the plan has in these rows now
+        lines = published_lines(manifest, repair=True)
+        hashes = {row: bytes.fromhex(line.ids_hash) for row, line in lines.items()}
+        good, _, _ = judged(dataset, manifest, hashes, repair=True)  # whatever the plan has in these rows now
         for row, line in good.items():
             found.setdefault(hashes[row], line)
     for line in published_lines(draft(dataset) / _RECORD).values():
@@ -122,7 +123,7 @@ def _finish(dataset: Path, shard_size: int) -> None:
 def _rewrite(dataset: Path, shard: int, moved: dict[int, Published], lines: Iterable[Published]) -> None:
     """The manifest of a shard, with these lines in the place of those of the moved rows."""
     manifest = ShardFiles(dataset, shard).manifest
-    kept = [line for row, line in published_lines(manifest).items() if row not in moved]
+    kept = [line for row, line in published_lines(manifest, repair=True).items() if row not in moved]
     rewrite(manifest, sorted([*kept, *lines], key=lambda line: line.index))
 
 

@@ -144,7 +144,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(spec: RunSpec, args: Namespace) -> TopUpResult:
     """Make what is missing. TryAgain where production does not serve, BadInput where the prompts don't suffice."""
     dataset, meaning = opened(spec)
-    plan = state.read_document(PlanResult, dataset / "plan.json")
+    plan = state.read_or_none(PlanResult, dataset / "plan.json")
     if plan is None:
         raise TryAgain("the data set has not been planned", field="data.name", value=dataset, fix="run plan first")
     ledger = Ledger(dataset)

@@ -329,7 +329,7 @@ def _is_busy(dataset: Path, shard: int) -> bool:
 
 def _lost_shards(spec: RunSpec, dataset: Path, found: Census) -> Iterator[str]:
     """The plan knows how many samples there are: a shard whose folder is gone is no smaller data set."""
-    plan = state.read_document(PlanResult, dataset / "plan.json")
+    plan = state.read_or_none(PlanResult, dataset / "plan.json")
     known = len(found.published) + len(found.missing) + len(found.failed)
     if plan is not None and not spec.data.shards and known < plan.valid:
         yield f"the plan has {plan.valid} samples, the shards' folders hold {known}: plan again"

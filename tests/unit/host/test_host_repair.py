@@ -344,7 +344,7 @@ def test_a_broken_line_of_a_derived_format_is_mended_by_convert(tmp_path: Path, 
     convert.run(spec, wanted)
     lines = next(dataset.glob("specforge*/hsx-samples.jsonl"))
     lines.write_bytes(spoil + b"".join(lines.read_bytes().splitlines(True)[1:]))
-    with h.refuses(Refused, "hsx-samples.jsonl", "line 1 can't be read", "run convert again"):
+    with h.refuses(Refused, "hsx-samples.jsonl", "line 1 can't be read", "convert to this folder again"):
         handoff.run(spec, Namespace(window_ended=False))
     assert plan.run(spec, Namespace(dry_run=False, failed=False)).derive == 1
     assert convert.run(spec, wanted).formats[0].samples == 6

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
 ROOT = Path(__file__).resolve().parent.parent
 for folder in ("include", "include/patches/hsx_capture"):
@@ -36,6 +37,7 @@ from hsx_host import contract as c  # noqa: E402
 from hsx_host import extract, fingerprint, formats, manifest, verify  # noqa: E402
 from hsx_host import plan as plan_verb  # noqa: E402
 from hsx_host.formats import speculators_v1 as v1  # noqa: E402
+from hsx_host.norm import NORM_FILE  # noqa: E402
 from hsx_host.shards import ShardFiles, read_input  # noqa: E402
 
 VOCAB, BLOCKS, CONCURRENCY = 32_000, 8, 16
@@ -140,8 +142,6 @@ class Planned:
     """A data file and its spec: ``lengths`` tokens a sample, in one shard where ``shard_size`` is 0."""
 
     def __init__(self, work: Path, lengths: list[int], hidden: int = 64, shard_size: int = 0) -> None:
-        from safetensors.numpy import save_file
-
         self.root = work / f"set-{len(lengths)}"
         model = self.root / "model"
         model.mkdir(parents=True)
@@ -191,6 +191,8 @@ class Published(Planned):
         files = ShardFiles(self.dataset, 0)
         given = read_input(files)
         (self.dataset / v1.FOLDER).mkdir()
+        norm = {"weight": np.ones(hidden, np.float16), "eps": np.array([1e-5])}
+        save_file(norm, self.dataset / NORM_FILE)  # without it, extract wants the server
         plane = np.random.default_rng(0).integers(0, 256, tokens * hidden * 2, dtype=np.uint8).tobytes()
         lines = []
         for i in range(samples):
@@ -316,7 +318,7 @@ def serve_engine(spool: Path) -> None:
 
 def one_verb(verb: str, spec_file: str, url: str, spool: str) -> None:
     """Run ``plan`` or ``extract`` here; print clock and CPU seconds and peak memory."""
-    from hsx_host import borrow, proof
+    from hsx_host import borrow, norm
     from hsx_host.client import Engine
 
     spec = c.decode(c.RunSpec, Path(spec_file).read_bytes())
@@ -330,7 +332,7 @@ def one_verb(verb: str, spec_file: str, url: str, spool: str) -> None:
         borrow.extraction_server = borrowed  # type: ignore[assignment]
         extract.live_engine = lambda given: Engine(url, Path(spool), lambda: True)
         extract.ready_norm_class = lambda where: "RMSNorm"
-        proof.keep_norm = lambda where, norm, dataset: dataset
+        norm.keep_norm = lambda spool, norm_class, dataset: dataset
     began, cpu = time.perf_counter(), time.process_time()
     if verb == "plan":
         plan_verb.run(spec, Namespace(dry_run=False, failed=False))

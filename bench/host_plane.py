@@ -59,10 +59,13 @@ def main() -> int:
     return 0
 
 
-def cost(body: Callable[[], object], rounds: int = ROUNDS) -> tuple[float, float]:
-    """Median clock seconds and CPU seconds of a few rounds."""
+def cost(
+    body: Callable[[], object], rounds: int = ROUNDS, before: Callable[[], object] = lambda: None
+) -> tuple[float, float]:
+    """Median clock seconds and CPU seconds of a few rounds; ``before`` each one, unmeasured."""
     spent = []
     for _ in range(rounds):
+        before()
         clock, cpu = time.perf_counter(), time.process_time()
         body()
         spent.append((time.perf_counter() - clock, time.process_time() - cpu))
@@ -91,14 +94,14 @@ def writers(work: Path, less: int) -> list[dict[str, Any]]:
 
     slot = source[: len(source) * data.CHUNK // TOKENS]
 
+    clear = partial(data.clear, work)
+
     def plain(threads: int = 1) -> None:
-        data.clear(work)
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(lambda i: data.write_plain(work / f"plain{i}", slot, TOKENS // data.CHUNK), range(samples)))
 
     def peer(way: Callable[[tuple[Any, Path]], None], count: int) -> Callable[[], None]:
         def body() -> None:
-            data.clear(work)
             for i in range(count):
                 way((batch, work / f"peer{i}"))
 
@@ -109,8 +112,8 @@ def writers(work: Path, less: int) -> list[dict[str, Any]]:
         for threads in (1, 2):
             ours, base = [], []
             for _ in range(ROUNDS):  # turn by turn: whatever else the machine does strikes both
-                base.append(cost(partial(plain, threads), 1))
-                data.clear(work)
+                base.append(cost(partial(plain, threads), 1, clear))
+                clear()
                 ours.append(data.run_writers(work, layout, threads, samples, PLANES, TOKENS, HIDDEN, source))
             got, plainly = median(ours), median(base)
             lines.append(
@@ -121,13 +124,13 @@ def writers(work: Path, less: int) -> list[dict[str, Any]]:
                     plainly[1] / got[1],
                 )
             )
-    plainly = cost(plain)
+    plainly = cost(plain, before=clear)
     ways = {"torch.save of sliced copies": (data.torch_save, samples), "torch.save and gzip -1": (data.torch_gzip, 1)}
     for name, (way, count) in ways.items():
-        got, part = cost(peer(way, count), ROUNDS if count > 1 else 1), count / samples
+        got, part = cost(peer(way, count), ROUNDS if count > 1 else 1, clear), count / samples
         base = f"plain write {rate(size, plainly)}"
         lines.append(row(f"peers: {name}", rate(size * part, got), base, plainly[1] * part / got[1]))
-    data.clear(work)
+    clear()
     return lines
 
 

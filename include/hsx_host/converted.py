@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -110,16 +110,28 @@ def wrong_files(one: Collection, lines: Mapping[int, Published], *, deep: bool) 
     """Why by row: what an earlier look has noted, or this one finds."""
     wrong = noted(one.base, lines)
     left = [line for row, line in sorted(lines.items()) if row not in wrong]
-    progress, tokens, size = Progress(f"verify {one.form.NAME}", len(left)), 0, 0
+    wrong |= files_wrong(one.base, left, one.form, one.shape, deep=deep, what=f"verify {one.form.NAME}")
+    return dict(sorted(wrong.items()))
+
+
+def files_wrong(
+    base: Path, lines: Sequence[Published], form: formats.Format, shape: formats.Shape, *, deep: bool, what: str
+) -> dict[int, str]:
+    """``file_wrong`` of many, by row; several at once.
+
+    :param what: the name under which progress is told.
+    """
+    wrong: dict[int, str] = {}
+    progress, tokens, size = Progress(what, len(lines)), 0, 0
     with ThreadPoolExecutor(_READERS) as pool:  # checksums and reads release the interpreter's lock
-        results = pool.map(lambda line: file_wrong(one.base, line, one.form, one.shape, deep), left)
-        for done, (line, why) in enumerate(zip(left, results, strict=True), start=1):
+        results = pool.map(lambda line: file_wrong(base, line, form, shape, deep), lines)
+        for done, (line, why) in enumerate(zip(lines, results, strict=True), start=1):
             if why:
                 wrong[line.index] = why
-            else:
+            else:  # numbers of a damaged line are no one's
                 tokens, size = tokens + line.tokens, size + line.bytes
             progress.update(done, tokens=tokens, bytes=size)
-    return dict(sorted(wrong.items()))
+    return wrong
 
 
 def noted(folder: Path, lines: Mapping[int, Published]) -> dict[int, str]:

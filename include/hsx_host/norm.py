@@ -50,19 +50,24 @@ def keep_norm(spool: Path, norm_class: str, dataset: Path) -> Path:
 def damage(file: Path) -> str:
     """Why a kept norm can't be used: it is gone, or is not what was kept. Empty where it can, or where nobody wrote its
     hash down (folders that ``convert`` made, and data sets of earlier versions)."""
-    try:
-        data = file.read_bytes()
-    except FileNotFoundError:
-        return "is gone"
-    known = _kept_hash(file)
-    return "is damaged" if known and known != hashlib.sha256(data).hexdigest() else ""
+    return _look(file)[1]
 
 
 def read(file: Path) -> bytes:
     """The bytes of a kept norm; Refused where it is gone or damaged."""
-    if why := damage(file):
+    data, why = _look(file)
+    if why:
         raise _unusable(file, why)
-    return file.read_bytes()
+    return data
+
+
+def _look(file: Path) -> tuple[bytes, str]:
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError:
+        return b"", "is gone"
+    known = _kept_hash(file)
+    return data, "is damaged" if known and known != hashlib.sha256(data).hexdigest() else ""
 
 
 def _unusable(file: Path, why: str) -> Refused:

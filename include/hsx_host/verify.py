@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -31,7 +30,7 @@ from hsx_host.manifest import (
     note_damaged,
     published_lines,
 )
-from hsx_host.progress import Progress, log
+from hsx_host.progress import log
 from hsx_host.shards import ShardFiles, read_input, shard_ids
 
 HELP = "published files against the manifest, and the next-token proof"
@@ -39,7 +38,6 @@ HELP = "published files against the manifest, and the next-token proof"
 _NAMED = 20
 _MISSING, _FAILED, _NONE = "missing rows", "failed rows", "no sample is published"
 _BY_VERB = ("writes it again", "removes it")  # how problems end that a verb mends by itself
-_READERS = 4
 WINDOW_ENDED = "--window-ended"
 
 
@@ -206,21 +204,10 @@ def check(
     """
     found = found or census(spec, dataset, whole=whole)
     form = formats.primary(meaning.formats)
-    shape = meaning.shape
     problems = [*found.wrong, *_strays(spec, dataset, form, meaning, found), *_lost_shards(spec, dataset, found)]
     lines = [found.published[row] for row in sorted(found.published)]
-    progress = Progress("verify", len(lines))
-    tokens = size = 0
-    damaged: dict[int, str] = {}
-    with ThreadPoolExecutor(_READERS) as pool:  # checksums and reads release the interpreter's lock
-        results = pool.map(lambda line: converted.file_wrong(dataset, line, form, shape, deep), lines)
-        for done, (line, why) in enumerate(zip(lines, results, strict=True), start=1):
-            if why:
-                damaged[line.index] = why
-                problems.append(f"row {line.index}: {line.file}: {why}")
-            else:  # numbers of a damaged line are no one's
-                tokens, size = tokens + line.tokens, size + line.bytes
-            progress.update(done, tokens=tokens, bytes=size)
+    damaged = converted.files_wrong(dataset, lines, form, meaning.shape, deep=deep, what="verify")
+    problems += [f"row {row}: {found.published[row].file}: {why}" for row, why in damaged.items()]
     chosen = proof.seeded(lines, spec.data.proof_samples, meaning.dataset_id)
     _, unproved = proof.prove_published(spec.model.path, dataset, meaning, chosen)
     problems += [f"row {row}: {why}" for row, why in unproved.items()]
@@ -241,8 +228,8 @@ def check(
     return VerifyReport(
         ok=not named,
         samples=len(lines),
-        tokens=tokens,
-        bytes=size,
+        tokens=sum(line.tokens for line in sound.values()),
+        bytes=sum(line.bytes for line in sound.values()),
         missing=len(found.missing),
         failed=len(found.failed),
         proved=len(chosen) - len(unproved),

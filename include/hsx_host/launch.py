@@ -103,6 +103,8 @@ def finish(spec: RunSpec, server: state.ServerState) -> state.ServerState:
         inherited.remember(spec, adopt.launch_of(spec) or watched.main)  # the first that hsx has seen of it
     ready_s = round(procid.age_s(watched.main), 3)
     health.soak(settings, server.mode)
+    if server.mode == "extraction":  # production stays as its owner runs it
+        health.freeze_garbage(settings, server.mode)
     server = _look(replace(server, phase="running", ready_s=ready_s))
     record(spec, server)
     state.journal(spec, "server ready", mode=server.mode, server_pid=server.pid, ready_s=server.ready_s)

@@ -77,6 +77,17 @@ def test_there_and_back(spec: c.RunSpec, by_hand: list[subprocess.Popen[bytes]])
     assert serve.ensure(spec, "production").pid == back.pid
 
 
+@pytest.mark.parametrize("env", [{}, {"FAKE_NO_FREEZE": "1"}])
+def test_only_an_extraction_server_leaves_its_past_out_of_garbage_collection(
+    spec: c.RunSpec, env: dict[str, str]
+) -> None:
+    spec = with_env(spec, "extraction", **env)
+    live_lease(spec)
+    assert "frozen" not in Path(serve.ensure(spec, "production").log).read_text()
+    assert Path(serve.ensure(spec, "extraction").log).read_text().count("garbage collection frozen") == 1
+    assert serve.ensure(spec, "extraction").changed is False  # one that is there already has done so
+
+
 def test_capture_settings_make_another_extraction_server(spec: c.RunSpec) -> None:
     live_lease(spec)
     first = serve.ensure(spec, "extraction")

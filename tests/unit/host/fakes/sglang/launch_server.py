@@ -1,8 +1,8 @@
 """A stand-in for ``sglang.launch_server`` in unit tests of ownership, stopping and transitions: HTTP, no model.
 
-It answers /health and /generate. Environment variables make it behave badly: FAKE_DIE (ends at once, and tells its
-secrets), FAKE_DIE_ONCE=FILE (the first time only), FAKE_DIE_WHILE=FILE (while it is there), FAKE_DIE_AT=N (ends at the
-Nth generation), FAKE_SILENT (never healthy),
+It answers /health, /generate and /freeze_gc. Environment variables make it behave badly: FAKE_DIE (ends at once, and
+tells its secrets), FAKE_DIE_ONCE=FILE (the first time only), FAKE_DIE_WHILE=FILE (while it is there), FAKE_DIE_AT=N
+(ends at the Nth generation), FAKE_SILENT (never healthy), FAKE_NO_FREEZE (no /freeze_gc),
 FAKE_SHM (a file in /dev/shm that it keeps open and leaves), FAKE_ORPHAN (a child that ignores SIGTERM),
 FAKE_READY=error|none|old (how the capture plugin's report goes wrong). What a real server does is tested in
 tests/system.
@@ -27,6 +27,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/freeze_gc":
+            print("garbage collection frozen", flush=True)
+            self.answer(404 if "FAKE_NO_FREEZE" in os.environ else 200, b"")
+            return
         Handler.asked += 1
         if Handler.asked == int(os.environ.get("FAKE_DIE_AT", "0")):
             os._exit(9)

@@ -2,9 +2,11 @@
 
 Where ``BENCH_HOOK_TIME`` names a folder, each scheduler sums the time that its own thread spends in launching a
 forward pass and of it in the capture (``on_logits``), counts how often the device had run dry by then, and sums what
-the writers do. One JSON document a scheduler, written anew every second. Without the variable nothing happens.
+the writers do and what full garbage collections take. One JSON document a scheduler, written anew every second.
+Without the variable nothing happens.
 """
 
+import gc
 import json
 import os
 import sys
@@ -43,6 +45,17 @@ def _main(folder: str) -> None:
 
         setattr(owner, name, outer)
 
+    began = [0.0]
+
+    def collected(phase, info):
+        if info["generation"] < 2:
+            return
+        if phase == "start":
+            began[0] = time.perf_counter()
+        else:
+            add("full garbage collections", time.perf_counter() - began[0])
+
+    gc.callbacks.append(collected)
     timed(ModelRunner, "forward", "scheduler: launch a forward pass", "device dry before the launch")
     captured = False
     while True:

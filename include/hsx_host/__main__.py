@@ -104,7 +104,7 @@ def _answer(argv: list[str]) -> tuple[Any, int]:
 def _of_the_host(e: OSError) -> HsxError | None:
     """What a file system says that a person can act on; None for anything else."""
     where = e.filename or "the host's home or output root"
-    if e.errno in (errno.ENOSPC, errno.EDQUOT):
+    if faults.is_full(e):
         return TryAgain(f"no space: {e.strerror}", field="disk", value=where, fix="make room, then start it again")
     if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
         return BadInput(f"{e.strerror}", field="path", value=where, fix="name a folder that this login may write")

@@ -6,7 +6,6 @@ Nothing here decides about retries or names: a try either gives a whole, checked
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -27,6 +26,7 @@ from hsx_host.contract import ContractError, RunSpec, decode, encode
 from hsx_host.dataset import Sample
 from hsx_host.errors import Refused, TryAgain
 from hsx_host.formats import Format, Laid, Shape
+from hsx_host.layouts import faults
 from hsx_host.spool import CaptureRecord, CaptureRequest
 
 _GONE_AFTER_S = 3.0  # a killed server's main process may outlive its sockets by a moment
@@ -129,7 +129,7 @@ class Client:
             return replace(captured, crc32=self._form.complete(path, laid, captured.crc32, self._shape))
         except BaseException as e:
             path.unlink(missing_ok=True)
-            if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):
+            if faults.is_full(e):
                 raise NoSpace(str(e)) from None
             raise
         finally:

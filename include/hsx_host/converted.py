@@ -18,7 +18,7 @@ from hsx_host.errors import BadInput, Refused
 from hsx_host.fingerprint import DatasetSemantics
 from hsx_host.layouts import faults
 from hsx_host.layouts.fields import crc_of
-from hsx_host.manifest import Damaged, Ledger, Published, published_lines, read_lines
+from hsx_host.manifest import Damaged, Published, note_damaged, published_lines, read_lines
 from hsx_host.norm import NORM_FILE
 from hsx_host.progress import Progress
 from hsx_host.state import read_document
@@ -143,11 +143,8 @@ def noted(folder: Path, lines: Mapping[int, Published]) -> dict[int, str]:
 def note(folder: Path, lines: Mapping[int, Published], wrong: Mapping[int, str]) -> None:
     """Remember what was found wrong, by row, once."""
     known = noted(folder, lines)
-    fresh = [Damaged(row, lines[row].rid, why) for row, why in wrong.items() if row not in known]
-    if fresh:
-        ledger: Ledger[Damaged] = Ledger(folder / DAMAGED)
-        ledger.append(*fresh)
-        ledger.close()
+    if fresh := [(lines[row], why) for row, why in wrong.items() if row not in known]:
+        note_damaged(folder / DAMAGED, fresh)
 
 
 def strays(folder: Path, form: formats.Format, kept: set[str]) -> Iterator[str]:

@@ -10,7 +10,6 @@ so that a sample that kills the server is found (see ``suspects``).
 from __future__ import annotations
 
 import contextlib
-import errno
 import shutil
 import time
 from argparse import ArgumentParser, Namespace
@@ -22,6 +21,7 @@ from hsx_host.contract import PlanResult, RunSpec, ShardSummary
 from hsx_host.crew import Crew, failed_line
 from hsx_host.errors import BadInput, Refused, TryAgain
 from hsx_host.fingerprint import DatasetSemantics, opened
+from hsx_host.layouts import faults
 from hsx_host.manifest import (
     Failed,
     Ledger,
@@ -314,4 +314,4 @@ class _Shard:
 
 def _is_full(error: Exception) -> bool:
     """Whether the data set's file system, or the quota on it, is full."""
-    return isinstance(error, NoSpace) or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT))
+    return isinstance(error, NoSpace) or faults.is_full(error)

@@ -6,7 +6,6 @@ name; a file without a line does not count, and a line whose file is missing or 
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import math
@@ -19,7 +18,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from hsx_host.contract import ContractError, decode, encode
-from hsx_host.errors import Refused, TryAgain
+from hsx_host.errors import Refused
+from hsx_host.layouts import faults
 from hsx_host.state import write_whole
 from hsx_host.wire import VERSION
 
@@ -64,9 +64,6 @@ class Damaged:
 CUT, DAMAGED = "has a file", "was found damaged"
 
 _PIECE = 4096
-
-# What ``stat`` says of a path that leads to no file. Any other error says nothing of what is there.
-_NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 Line = TypeVar("Line", Published, Failed, Damaged)
 
@@ -193,10 +190,7 @@ def standing(dataset: Path, line: Published, ids_hash: bytes | None) -> str:
     try:
         found = os.stat(path)
     except OSError as e:
-        if e.errno in _NO_FILE:
-            return f"has no file {line.file} ({e.strerror})"
-        text = f"it can't be told whether this file is there: {e.strerror}"
-        raise TryAgain(text, field="file", value=path, fix="make it readable for this user, then try again") from None
+        return f"has no file {line.file} ({faults.reason(path, e)})"
     if not stat.S_ISREG(found.st_mode):
         return f"has no file {line.file} (what has this name is none)"
     return "" if found.st_size == line.bytes else f"{CUT} of {found.st_size} bytes instead of {line.bytes}"
@@ -217,16 +211,18 @@ def _impossible(line: Published) -> str:
 
 
 def judged(
-    dataset: Path, path: Path, hashes: Mapping[int, bytes], *, repair: bool = False
+    dataset: Path, path: Path, hashes: Mapping[int, bytes] | None, *, repair: bool = False
 ) -> tuple[dict[int, Published], dict[int, str], dict[int, Published]]:
     """The lines of a manifest that count, why each other row's does not, and every row's line.
 
     A line counts where it is ``standing``, and ``verify`` has not found its file damaged (``damaged.jsonl``).
 
-    :param hashes: identity by row, of the plan.
+    :param hashes: identity by row, of the plan; None, whatever the plan has in these rows now.
     :param repair: lines that are damaged are left out (``read_lines``).
     """
     lines = published_lines(path, repair=repair)
+    if hashes is None:
+        hashes = {row: bytes.fromhex(line.ids_hash) for row, line in lines.items()}
     good, why = _judge(dataset, lines, hashes, _damaged(path))
     return good, why, lines
 
@@ -277,13 +273,15 @@ def damaged_path(manifest: Path) -> Path:
     return manifest.with_name("damaged.jsonl")
 
 
-def note_damaged(manifest: Path, found: Iterable[tuple[Published, str]]) -> None:
-    """Remember published samples whose files are wrong, for the next ``resume`` of their shard."""
-    if damaged_path(manifest).is_dir():
-        _remove(damaged_path(manifest))
-    ledger: Ledger[Damaged] = Ledger(damaged_path(manifest))
-    for line, reason in found:
-        ledger.append(Damaged(line.index, line.rid, reason))
+def note_damaged(path: Path, found: Iterable[tuple[Published, str]]) -> None:
+    """Remember published samples whose files are wrong, for the next ``resume`` or ``convert`` of them.
+
+    :param path: of the list; a folder that stands in its place is no note.
+    """
+    if path.is_dir():
+        _remove(path)
+    ledger: Ledger[Damaged] = Ledger(path)
+    ledger.append(*(Damaged(line.index, line.rid, reason) for line, reason in found))
     ledger.close()
 
 

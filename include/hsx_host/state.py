@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from hsx_host import procid
 from hsx_host.contract import ContractError, RunSpec, decode, encode
 from hsx_host.errors import BadInput, Refused, TryAgain
+from hsx_host.layouts import faults
 from hsx_host.procid import ProcId
 from hsx_host.progress import log
 
@@ -140,9 +141,9 @@ def write_whole(path: Path, data: bytes, mode: int = 0o644) -> None:
     except BaseException as e:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):
+        if faults.is_full(e):
             raise TryAgain(
-                f"no space: {e.strerror}; {path.name} needs {len(data)} bytes",
+                f"no space: {e}; {path.name} needs {len(data)} bytes",
                 field="disk",
                 value=path.parent,
                 fix="make room, then start it again",

@@ -264,7 +264,8 @@ def _remember(dataset: Path, meaning: DatasetSemantics, found: Census, damaged: 
     """Damaged samples leave the manifest when their shard is extracted the next time."""
     for shard in sorted({row // meaning.shard_size for row in damaged}):
         rows = [row for row in damaged if row // meaning.shard_size == shard]
-        note_damaged(ShardFiles(dataset, shard).manifest, [(found.published[row], damaged[row]) for row in rows])
+        noted = damaged_path(ShardFiles(dataset, shard).manifest)
+        note_damaged(noted, [(found.published[row], damaged[row]) for row in rows])
 
 
 def _strays(

@@ -60,7 +60,7 @@ def is_nfs_own(name: str) -> bool:
     return _NFS.fullmatch(name) is not None
 
 
-def is_full(error: Exception) -> bool:
+def is_full(error: BaseException) -> bool:
     """Whether the disk or a quota is full. The library datasets says so without a number."""
     return isinstance(error, OSError) and (error.errno in (errno.ENOSPC, errno.EDQUOT) or "disk space" in str(error))
 

@@ -19,7 +19,7 @@ import pytest
 from host_lifecycle import clean_up, make_spec
 from host_stand_in import StandIn, serve_extraction
 
-from hsx_host import borrow, plan, serve
+from hsx_host import borrow, extract, plan, serve
 from hsx_host import contract as c
 
 
@@ -72,6 +72,17 @@ def shard(server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> c
     plan.run(spec, Namespace(dry_run=False, failed=False))
     serve_extraction(server, spec, monkeypatch)
     return spec
+
+
+@pytest.fixture
+def whole(server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[c.RunSpec, StandIn]:
+    """Two extracted shards of four samples, from the stand-in."""
+    spec = h.make_spec(tmp_path, h.write_lines(tmp_path / "d.jsonl", h.samples(8)), shard_size=4)
+    plan.run(spec, Namespace(dry_run=False, failed=False))
+    serve_extraction(server, spec, monkeypatch)
+    for shard in (0, 1):
+        extract.run(spec, Namespace(shard=shard, stop_after=0.0))
+    return spec, server
 
 
 @pytest.fixture(autouse=True)

@@ -13,24 +13,13 @@ from pathlib import Path
 
 import host_data as h
 import pytest
-from host_stand_in import StandIn, serve_extraction
+from host_stand_in import StandIn
 
 from hsx_host import contract as c
 from hsx_host import convert, extract, fingerprint, handoff, plan, verify
 from hsx_host.errors import HsxError, Refused
 from hsx_host.formats import speculators_v1 as v1
-from hsx_host.shards import FIRST_TOP_UP, ShardFiles, shard_ids
-
-
-@pytest.fixture
-def whole(server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[c.RunSpec, StandIn]:
-    """Two extracted shards of four samples, from the stand-in."""
-    spec = h.make_spec(tmp_path, h.write_lines(tmp_path / "d.jsonl", h.samples(8)), shard_size=4)
-    plan.run(spec, Namespace(dry_run=False, failed=False))
-    serve_extraction(server, spec, monkeypatch)
-    for shard in (0, 1):
-        extract.run(spec, Namespace(shard=shard, stop_after=0.0))
-    return spec, server
+from hsx_host.shards import ShardFiles
 
 
 def flip(path: Path, at: int) -> None:
@@ -239,66 +228,6 @@ def test_another_versions_line_names_a_fix_that_works(whole: tuple[c.RunSpec, St
     assert len(manifest.read_bytes().splitlines()) == len(before.splitlines())
 
 
-def copied_folder(dataset: Path, source: int, to: int) -> None:
-    shutil.rmtree(ShardFiles(dataset, to).folder, ignore_errors=True)
-    shutil.copytree(ShardFiles(dataset, source).folder, ShardFiles(dataset, to).folder)
-
-
-COPIES: dict[str, tuple[Callable[[Path], object], int, int]] = {
-    "the samples of the one before": (
-        lambda d: shutil.copyfile(ShardFiles(d, 0).input, ShardFiles(d, 1).input), 1, 0
-    ),
-    "the samples of the one behind": (
-        lambda d: shutil.copyfile(ShardFiles(d, 1).input, ShardFiles(d, 0).input), 0, 0
-    ),
-    "the folder of the one before": (lambda d: copied_folder(d, 0, 1), 1, 4),
-    "the folder of the one behind": (lambda d: copied_folder(d, 1, 0), 0, 4),
-    "a folder beyond the data": (lambda d: copied_folder(d, 0, 2), 2, 0),
-    "a folder far beyond the data": (lambda d: copied_folder(d, 1, 777), 777, 0),
-    "a folder as a top-up's": (lambda d: copied_folder(d, 0, FIRST_TOP_UP), FIRST_TOP_UP, 0),
-    "an empty folder": (lambda d: ShardFiles(d, 2).folder.mkdir(), 2, 0),
-    "a file in a folder's place": (
-        lambda d: (shutil.rmtree(ShardFiles(d, 1).folder), ShardFiles(d, 1).folder.write_text("x")), 1, 4
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("copy", COPIES)
-def test_another_shards_folder_costs_no_other_shards_file(whole: tuple[c.RunSpec, StandIn], copy: str) -> None:
-    spec, server = whole
-    dataset, _ = fingerprint.opened(spec)
-    before = {p.name: p.read_bytes() for p in (dataset / "v1").iterdir()}
-    spoil, shard, redone = COPIES[copy]
-    spoil(dataset)
-    with pytest.raises(HsxError) as told:
-        extract.run(spec, Namespace(shard=shard, stop_after=0.0))
-    assert "plan" in str(told.value)
-    assert {p.name: p.read_bytes() for p in (dataset / "v1").iterdir()} == before
-    assert plan.run(spec, Namespace(dry_run=False, failed=False)).todo == redone
-    assert {p.name: p.read_bytes() for p in (dataset / "v1").iterdir()} == before
-    assert shard_ids(dataset) == [0, 1]
-    asked = len(server.rids)
-    for known in (0, 1):
-        extract.run(spec, Namespace(shard=known, stop_after=0.0))
-    assert len(server.rids) == asked + redone
-    report = verify.run(spec, Namespace(deep=True, shard=None, window_ended=False))
-    assert (report.ok, report.samples) == (True, 8)
-    assert {p.name: p.read_bytes() for p in (dataset / "v1").iterdir()} == before
-
-
-def test_a_folder_that_the_plan_has_not_stays_where_its_own_samples_are_published(
-    whole: tuple[c.RunSpec, StandIn],
-) -> None:
-    """The data file has lost rows, and so has ``plan.json``: the manifests still say so."""
-    spec, _ = whole
-    dataset, _ = fingerprint.opened(spec)
-    (dataset / "plan.json").unlink()
-    h.write_lines(Path(spec.data.path), h.samples(4))
-    with h.refuses(Refused, "data.path", "row 4 is published", "rows would be lost"):
-        plan.run(spec, Namespace(dry_run=False, failed=False))
-    assert ShardFiles(dataset, 1).manifest.exists()
-
-
 NOTES = {
     "empty": b"", "a blank line": b"\n", "noise": b"\xff\0\xfe\n", "another document": b"{}\n", "a list": b"[]\n",
     "another field": b'{"type":"%s","version":1,"indey":2}\n', "cut": b'{"type":"%s","vers',
@@ -349,65 +278,6 @@ def test_a_broken_line_of_a_derived_format_is_mended_by_convert(tmp_path: Path, 
     assert plan.run(spec, Namespace(dry_run=False, failed=False)).derive == 1
     assert convert.run(spec, wanted).formats[0].samples == 6
     assert len(handoff.run(spec, Namespace(window_ended=False)).formats) == 2
-
-
-OTHER = {
-    "capture.layers": lambda s: replace(s, capture=replace(s.capture, layers=[1, 3, 5])),
-    "model.revision": lambda s: replace(s, model=replace(s.model, revision="r2")),
-    "capture.dtype": lambda s: replace(s, capture=replace(s.capture, dtype="float16")),
-}
-
-
-@pytest.mark.parametrize("field", OTHER)
-def test_other_settings_are_another_data_set(whole: tuple[c.RunSpec, StandIn], field: str) -> None:
-    """Another fingerprint, so another folder; and where a folder is given that name by hand, a refusal by field."""
-    spec, _ = whole
-    dataset, _ = fingerprint.opened(spec)
-    other = OTHER[field](spec)
-    meaning = fingerprint.semantics(other)
-    assert meaning.dataset_id != dataset.name
-    moved = dataset.with_name(meaning.dataset_id)
-    dataset.rename(moved)
-    with h.refuses(Refused, field):
-        plan.run(other, Namespace(dry_run=False, failed=False))
-    with h.refuses(Refused, field):
-        extract.run(other, Namespace(shard=0, stop_after=0.0))
-    with h.refuses(Refused, field):
-        verify.run(other, Namespace(deep=False, shard=None, window_ended=False))
-
-
-@pytest.mark.parametrize(
-    ("name", "field"),
-    [("model_weights_sha256", "model.path"), ("engine_version", "sglang"), ("norm_eps", "model.path")],
-)
-def test_other_weights_engine_and_norm_are_named(whole: tuple[c.RunSpec, StandIn], name: str, field: str) -> None:
-    spec, _ = whole
-    dataset, meaning = fingerprint.opened(spec)
-    value = 0.5 if name == "norm_eps" else "another"
-    from hsx_host import state
-
-    state.write_document(dataset / "dataset.json", replace(meaning, **{name: value}))
-    with pytest.raises(Refused, match=name):
-        extract.run(spec, Namespace(shard=0, stop_after=0.0))
-
-
-def test_shards_of_top_ups_are_far_away_and_cost_nothing(
-    whole: tuple[c.RunSpec, StandIn], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Leftovers are told from samples by the rows that there are, not by all numbers up to the highest."""
-    spec, _ = whole
-    dataset = fingerprint.opened(spec)[0]
-    (dataset / "shards" / f"{FIRST_TOP_UP:05d}").mkdir()
-    topped_up, stranger = dataset / f"v1/data_{FIRST_TOP_UP * 4 + 3}.pt", dataset / "v1/data_99.pt"
-    for path in (topped_up, stranger):
-        path.write_bytes(b"x")
-    named: list[int] = []
-    name = v1.file_name
-    monkeypatch.setattr(v1, "file_name", lambda row: named.append(row) or name(row))
-    extract.run(spec, Namespace(shard=0, stop_after=0.0))
-    assert topped_up.exists()
-    assert not stranger.exists()
-    assert len(named) < 100
 
 
 class Killed(BaseException):

@@ -18,7 +18,16 @@ from hsx_host import contract as c
 from hsx_host import extract, handoff, norm, plan, proof, verify
 from hsx_host.errors import BadInput, Refused, TryAgain
 from hsx_host.head import find_head
-from hsx_host.manifest import Failed, Ledger, Published, note_damaged, published_lines, read_lines, rewrite
+from hsx_host.manifest import (
+    Failed,
+    Ledger,
+    Published,
+    damaged_path,
+    note_damaged,
+    published_lines,
+    read_lines,
+    rewrite,
+)
 from hsx_host.shards import ShardFiles
 
 
@@ -279,7 +288,7 @@ def test_a_damaged_file_of_another_shard_is_not_handed_on(made: tuple[c.RunSpec,
     spec, dataset = made
     some = replace(spec, data=replace(spec.data, shards=[1]))
     (line,) = [x for x in published_lines(ShardFiles(dataset, 0).manifest).values() if x.index == 2]
-    note_damaged(ShardFiles(dataset, 0).manifest, [(line, "layer_3 does not match its checksum")])
+    note_damaged(damaged_path(ShardFiles(dataset, 0).manifest), [(line, "layer_3 does not match its checksum")])
     with h.refuses(Refused, "data.name", "row 2 was found damaged: layer_3"):
         handoff.run(some, Namespace(window_ended=False))
     assert check(some).ok, "what another run has to repair is no fault of this one's shards"

@@ -19,15 +19,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from hsx_host import converted, fill, formats, proof, state, verify
+from hsx_host import converted, fill, formats, norm, proof, state, verify
 from hsx_host.contract import ConvertedFormat, ConvertResult, RunSpec
 from hsx_host.converted import Collection, ConvertedSet
 from hsx_host.errors import BadInput, Refused
 from hsx_host.fingerprint import opened
 from hsx_host.layouts import faults
-from hsx_host.manifest import Ledger, Published, published_lines, rewrite
+from hsx_host.manifest import Ledger, Published, published_lines, remove, rewrite
 from hsx_host.norm import FinalNorm
-from hsx_host.norm import read as read_norm
 from hsx_host.progress import Progress, log
 
 HELP = "write a data set, or a part of it, in other trainers' formats"
@@ -99,13 +98,13 @@ def write(
     source: Collection, form: formats.Format, out: Path, lines: list[Published], *, approximate: bool
 ) -> ConvertedFormat:
     """Make ``out`` hold exactly ``lines`` in ``form``."""
-    norm = _norm_rule(source, form, approximate)
+    step = _norm_rule(source, form, approximate)
     meaning = replace(source.meaning, final=f"{form.NORM}_norm", formats=[form.NAME])
-    rough = source.approximate or norm == "undo"
+    rough = source.approximate or step == "undo"
     here = ConvertedSet(form.NAME, meaning.final, rough, str(source.base), source.meaning)
     out.mkdir(parents=True, exist_ok=True)
     with state.locked(out / converted.LOCK, wait_s=0, what=f"a conversion to {out}"):
-        kept = _settle(out, here, source)
+        kept = _settle(out, here, source, own=out == source.base / form.FOLDER)
         noted = converted.noted(out, kept)
         todo = [x for x in lines if x.index in noted or not _done(out, x, kept.get(x.index), source, form)]
         needed = sum(form.file_bytes(line.tokens, source.shape) for line in todo)
@@ -114,7 +113,7 @@ def write(
         made = {line.index: kept[line.index] for line in lines if line.index not in missing}
         ledger: Ledger[Published] = Ledger(out / converted.SAMPLES)
         lock = threading.Lock()
-        rule = FinalNorm(source.norm_file, meaning.dtype) if norm else None
+        rule = FinalNorm(source.norm_file, meaning.dtype) if step else None
         progress, written = Progress(f"convert {form.NAME}", len(lines)), [0, 0]
 
         def one(line: Published) -> None:
@@ -125,9 +124,11 @@ def write(
                 )  # fmt: skip
             sample = source.form.load(source.base / line.file, source.shape)
             if rule is not None:
-                final = rule.apply(sample["planes"][-1]) if norm == "apply" else rule.undo(sample["planes"][-1])
+                final = rule.apply(sample["planes"][-1]) if step == "apply" else rule.undo(sample["planes"][-1])
                 sample["planes"] = [*sample["planes"][:-1], final]
             name = form.file_name(line.index)
+            if (out / name).is_dir():
+                remove(out / name)
             size, crcs = fill.write_sample(form, out / name, sample, source.shape)
             with lock:
                 made[line.index] = replace(line, file=name, bytes=size, crc32=crcs)
@@ -193,13 +194,18 @@ def _norm_rule(source: Collection, form: formats.Format, approximate: bool) -> s
     return "undo"
 
 
-def _settle(out: Path, here: ConvertedSet, source: Collection) -> dict[int, Published]:
-    """The folder's meaning written, its lines so far; BadInput where it holds something else."""
-    known = state.read_document(ConvertedSet, out / converted.MEANING)
+def _settle(out: Path, here: ConvertedSet, source: Collection, *, own: bool) -> dict[int, Published]:
+    """The folder's meaning written, its lines so far; BadInput where it holds something else. What a data set's own
+    folder of a format holds, and no longer says what it is, is made anew."""
+    lines, meaning = out / converted.SAMPLES, out / converted.MEANING
+    known = (state.read_or_none if own else state.read_document)(ConvertedSet, meaning)
+    if anew := own and (lines.exists() or meaning.exists()) and (known is None or known.format != here.format):
+        known = None
+        lines.unlink(missing_ok=True)
     theirs = (
         p.name for p in out.iterdir() if p.name not in converted.OWN_FILES and not converted.is_unfinished(p.name)
     )
-    if known is None and any(theirs):
+    if known is None and not anew and any(theirs):
         raise BadInput("the folder holds other files", field="--out", value=out, fix="give an empty or new folder")
     if known is not None and known != here:
         raise BadInput(
@@ -210,17 +216,14 @@ def _settle(out: Path, here: ConvertedSet, source: Collection) -> dict[int, Publ
             fix="give another folder, or remove this one",
         )
     converted.sweep(out)
-    norm = out / proof.NORM_FILE
-    weight = read_norm(source.norm_file)
-    if not norm.exists() or norm.read_bytes() != weight:
-        state.write_whole(norm, weight)
+    norm.copy(source.norm_file, out)
     if known is None:
-        state.write_document(out / converted.MEANING, here)
+        state.write_document(meaning, here)
     try:
-        return published_lines(out / converted.SAMPLES, repair=True)
+        return published_lines(lines, repair=True)
     except Refused as e:  # a damaged line: all that the folder holds can be made of the source again
-        log(f"{out / converted.SAMPLES}: {e.doc.message}: every sample is written again")
-        (out / converted.SAMPLES).unlink()
+        log(f"{lines}: {e.doc.message}: every sample is written again")
+        lines.unlink()
         return {}
 
 

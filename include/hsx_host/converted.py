@@ -13,13 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hsx_host import formats, state
+from hsx_host import formats, norm, state
 from hsx_host.errors import BadInput, Refused
 from hsx_host.fingerprint import DatasetSemantics
 from hsx_host.layouts import faults
 from hsx_host.layouts.fields import crc_of
 from hsx_host.manifest import Damaged, Published, note_damaged, published_lines, read_lines
-from hsx_host.norm import NORM_FILE
 from hsx_host.progress import Progress
 from hsx_host.state import read_document
 
@@ -27,7 +26,7 @@ MEANING, SAMPLES, DAMAGED = "hsx.json", "hsx-samples.jsonl", "hsx-damaged.jsonl"
 LOCK = ".lock"
 _READERS = 4
 _UNFIT = "its line does not fit the format"
-OWN_FILES = (MEANING, SAMPLES, DAMAGED, NORM_FILE, LOCK)
+OWN_FILES = (MEANING, SAMPLES, DAMAGED, *norm.FILES, LOCK)
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def opened(folder: Path, field: str = "--source") -> Collection:
     meaning = replace(found.meaning, final=found.final, formats=[found.format])
     return Collection(
         folder, formats.get(found.format, field), meaning.shape, meaning, found.approximate,
-        folder / NORM_FILE, lines_of(folder),
+        folder / norm.NORM_FILE, lines_of(folder),
     )  # fmt: skip
 
 
@@ -102,6 +101,8 @@ def problems(folder: Path, *, deep: bool) -> Iterator[str]:
         yield f"row {row}: {folder.name}/{one.lines[row].file}: {why}"
     for stray in strays(folder, one.form, {line.file for line in one.lines.values()}):
         yield f"{folder.name}/{stray} is in no manifest"
+    if why := norm.damage(one.norm_file):
+        yield f"{folder.name}/{norm.NORM_FILE}: the final norm {why}"
     for why in one.form.side_wrong(folder, one.lines, deep):
         yield f"{folder.name}/{why}"
 

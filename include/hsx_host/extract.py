@@ -146,16 +146,13 @@ class _Shard:
 
     def _strangers(self) -> list[str]:
         """Remove files that would be trained on and belong to no row of the data set (another run's leftovers)."""
+        ending = Path(self._form.file_name(0)).suffix
+        there = [p for p in self._folder.rglob("*") if p.suffix in (ending, ".tmp", ".part") and p.is_file()]
+        # asked last: a plan may make a shard and its files meanwhile
         rows = row_numbers(self._dataset, self._meaning.shard_size)
         known = {self._folder / self._form.file_name(row) for row in rows}
-        ending = Path(self._form.file_name(0)).suffix
-        strangers = [
-            path
-            for folder in sorted({path.parent for path in known})
-            if folder.is_dir()
-            for path in folder.iterdir()
-            if path.is_file() and path.suffix in (ending, ".tmp", ".part") and path not in known
-        ]
+        parents = {path.parent for path in known}
+        strangers = [path for path in there if path not in known and path.parent in parents]
         for path in strangers:
             path.unlink()
         return [str(path.relative_to(self._folder)) for path in strangers]
@@ -267,7 +264,7 @@ class _Shard:
                 fix="what this step extracted counts no longer: run probe, look at the capture plugin, extract again",
             )
         plan = state.read_or_none(PlanResult, self._dataset / "plan.json")
-        rows = max(plan.rows if plan else 0, int(self._input.rows[-1]) + 1)
+        rows = max(plan.rows if plan else 0, *(self._input.rows[-1:] + 1).tolist(), 0)
         return ShardSummary(
             shard=self._files.id,
             name=shard_name(self._files.id, self._meaning.shard_size, rows),

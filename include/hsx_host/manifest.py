@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -165,7 +165,7 @@ def newest(lines: Iterable[Line]) -> dict[int, Line]:
     return {line.index: line for line in lines}
 
 
-def rewrite(path: Path, lines: Iterable[Published | Failed]) -> None:
+def rewrite(path: Path, lines: Iterable[Published | Failed | Damaged]) -> None:
     """Put other lines in the file's place, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, _text(lines))
@@ -242,7 +242,7 @@ def resume(dataset: Path, path: Path, hashes: dict[int, bytes], say: Callable[[s
         say("a line of the manifest was half written or damaged: it is dropped")
     if half or len(good) != len(lines):
         rewrite(path, good.values())
-    _remove(damaged_path(path))
+    remove(damaged_path(path))
     return good
 
 
@@ -274,15 +274,19 @@ def damaged_path(manifest: Path) -> Path:
 
 
 def note_damaged(path: Path, found: Iterable[tuple[Published, str]]) -> None:
-    """Remember published samples whose files are wrong, for the next ``resume`` or ``convert`` of them.
-
-    :param path: of the list; a folder that stands in its place is no note.
-    """
+    """Remember in the list ``path`` published samples whose files are wrong, for the next ``resume`` or ``convert``."""
     if path.is_dir():
-        _remove(path)
+        remove(path)
     ledger: Ledger[Damaged] = Ledger(path)
     ledger.append(*(Damaged(line.index, line.rid, reason) for line, reason in found))
     ledger.close()
+
+
+def forget_damaged(manifest: Path, rows: Container[int]) -> None:
+    """Notes of damage of these rows count no longer: other files take the places of those that were looked at."""
+    path = damaged_path(manifest)
+    if path.is_file():
+        rewrite(path, [d for d in read_lines(path, Damaged, repair=True)[0] if d.index not in rows])
 
 
 def remove_second_manifests(manifest: Path) -> list[str]:
@@ -310,12 +314,12 @@ def remove_leftovers(folder: Path, dataset: Path, rows: dict[int, str], publishe
     for name in rows.values():
         file = folder / name
         if file not in kept and file.exists():
-            _remove(file)
+            remove(file)
             removed.append(name)
     return removed
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     """Remove a file, or a folder that stands in its place."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)

@@ -18,6 +18,7 @@ from hsx_host.state import write_text, write_whole
 
 NORM_FILE = "final_norm.safetensors"
 _HASH = ".sha256"
+FILES = (NORM_FILE, str(Path(NORM_FILE).with_suffix(_HASH)))
 _PLAIN_NORMS = ("RMSNorm", "LlamaRMSNorm", "Qwen3RMSNorm")
 
 
@@ -33,7 +34,8 @@ def keep_norm(spool: Path, norm_class: str, dataset: Path) -> Path:
         )
     data, kept = (spool / NORM_FILE).read_bytes(), dataset / NORM_FILE
     digest = hashlib.sha256(data).hexdigest()
-    known = {_kept_hash(kept)} | ({hashlib.sha256(kept.read_bytes()).hexdigest()} if kept.exists() else set())
+    there = kept.read_bytes() if kept.exists() else b""
+    known = {_kept_hash(kept)} | ({hashlib.sha256(there).hexdigest()} if _is_norm(there) else set())
     if known != {""} and digest not in known:
         raise Refused(
             "the server's final norm differs from the one that the data set was made with",
@@ -41,15 +43,25 @@ def keep_norm(spool: Path, norm_class: str, dataset: Path) -> Path:
             value=kept,
             fix="the weights have changed: give the data set another data.name",
         )
-    if known != {digest} or not kept.exists():
-        write_whole(kept, data)
-        write_text(kept.with_suffix(_HASH), digest + "\n")
+    _keep(data, kept)
     return kept
 
 
+def copy(source: Path, folder: Path) -> None:
+    """Put a kept norm into another folder of samples too; Refused where it is gone or damaged itself."""
+    _keep(read(source), folder / NORM_FILE)
+
+
+def _keep(data: bytes, kept: Path) -> None:
+    digest = hashlib.sha256(data).hexdigest()
+    if damage(kept) or _kept_hash(kept) != digest:
+        write_whole(kept, data)
+        write_text(kept.with_suffix(_HASH), digest + "\n")
+
+
 def damage(file: Path) -> str:
-    """Why a kept norm can't be used: it is gone, or is not what was kept. Empty where it can, or where nobody wrote its
-    hash down (folders that ``convert`` made, and data sets of earlier versions)."""
+    """Why a kept norm can't be used: it is gone, or is not what was kept. Empty where it can. Where nobody wrote its
+    hash down (data sets of earlier versions), it only has to be a norm."""
     return _look(file)[1]
 
 
@@ -67,7 +79,25 @@ def _look(file: Path) -> tuple[bytes, str]:
     except FileNotFoundError:
         return b"", "is gone"
     known = _kept_hash(file)
-    return data, "is damaged" if known and known != hashlib.sha256(data).hexdigest() else ""
+    good = known == hashlib.sha256(data).hexdigest() if known else _is_norm(data)
+    return data, "" if good else "is damaged"
+
+
+def _is_norm(data: bytes) -> bool:
+    try:
+        _parsed(data)
+    except Exception:
+        return False
+    return True
+
+
+def _parsed(data: bytes) -> tuple[NDArray[np.float32], np.float32]:
+    """Weight and eps; raises whatever the reader does where they are not there."""
+    from safetensors import deserialize
+
+    kept = dict(deserialize(data))
+    eps = np.frombuffer(kept["eps"]["data"], "<f8")[0]
+    return widen(kept["weight"]["data"], kept["weight"]["dtype"]), np.float32(eps)
 
 
 def _unusable(file: Path, why: str) -> Refused:
@@ -75,7 +105,8 @@ def _unusable(file: Path, why: str) -> Refused:
         f"the final norm {why}; no sample is judged by it",
         field=NORM_FILE,
         value=file,
-        fix="extract any shard of the data set again, a whole one too: it takes the norm from the server",
+        fix="extract any shard of the data set again, a whole one too: it takes the norm from the server; where "
+        "convert made the folder, convert to it again",
     )
 
 
@@ -90,13 +121,9 @@ class FinalNorm:
     """RMSNorm with the weight and eps of ``final_norm.safetensors``, in float32, rounded to the data set's dtype."""
 
     def __init__(self, file: Path, dtype: str = "bfloat16") -> None:
-        from safetensors import deserialize
-
         data = read(file)
         try:
-            kept = dict(deserialize(data))
-            self.weight = widen(kept["weight"]["data"], kept["weight"]["dtype"])
-            self.eps = np.float32(np.frombuffer(kept["eps"]["data"], "<f8")[0])
+            self.weight, self.eps = _parsed(data)
         except Exception as e:
             raise _unusable(file, f"can't be read: {e}") from None
         self._dtype = dtype

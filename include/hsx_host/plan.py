@@ -12,6 +12,7 @@ import itertools
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
@@ -72,10 +73,8 @@ def run(spec: RunSpec, args: Namespace) -> PlanResult:
         spec = replace(spec, data=replace(spec.data, shards=failing(folder)))
     with state.locked(state.folder(spec, "state") / f"plan-{meaning.dataset_id}.lock", wait_s=60, what="this plan"):
         settle(folder, meaning, write=False)
-        if not args.dry_run:
-            reuse.finish(folder, meaning.shard_size)
-        reuse.discard(folder)  # what a killed plan left
-        try:  # inputs take their names only once the whole file has passed
+        # inputs take their names only once the whole file has passed
+        with nullcontext() if args.dry_run else reuse.alone(folder, meaning.shard_size):
             counts, shards = _pass(spec, meaning, facts, folder, None if args.dry_run else reuse.draft(folder))
             _check(spec, counts, {s.id for s in shards})
             strange = _check_nothing_lost(spec, folder, counts, {s.id for s in shards})
@@ -85,8 +84,6 @@ def run(spec: RunSpec, args: Namespace) -> PlanResult:
             if not args.dry_run:
                 _keep(folder, meaning, counts, result)
                 _set_aside(folder, strange)
-        finally:
-            reuse.discard(folder)
     state.write_document(state.run_dir(spec) / "plan.json", result)
     return result
 
@@ -201,17 +198,18 @@ def _close(
         if s.row in good:
             counts.standing[s.row] = good[s.row]
             counts.done += in_scope
-        elif in_scope and s.hash in counts.published:
+        elif s.hash in counts.published:  # out of scope too: its row may be another sample's now
             counts.moves[s.row] = counts.standing[s.row] = counts.published[s.hash]
-            counts.done += 1
+            counts.done += in_scope
         elif in_scope:
             todo.append(s)
             if s.row in lines and lines[s.row].ids_hash != s.hash.hex():
                 counts.replaced.append(lines[s.row].ids_hash)
-    if in_scope and samples and draft:
+    moves = any(row in counts.moves for row in hashes)
+    if draft and (moves or (in_scope and (samples or ShardFiles(folder, shard).input.exists()))):
         write_input(draft / f"{shard:05d}.safetensors", pack(samples))
     known = failures(ShardFiles(folder, shard).failures)
-    failed = [known[s.row] for s in todo if s.row in known]
+    failed = [known[s.row] for s in todo if s.row in known and known[s.row].ids_hash == s.hash.hex()]
     shape = meaning.shape
     return ShardPlan(
         id=shard,

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
-from hsx_host import converted, diagnose, formats, proof, sides, state
+from hsx_host import converted, diagnose, formats, norm, proof, sides, state
 from hsx_host.contract import PlanResult, RunSpec, VerifyReport
-from hsx_host.errors import Refused, TryAgain
+from hsx_host.errors import BadInput, Refused, TryAgain
 from hsx_host.fingerprint import DatasetSemantics, opened
 from hsx_host.manifest import (
     CUT,
@@ -90,7 +90,7 @@ def _derived(spec: RunSpec, dataset: Path, meaning: DatasetSemantics, found: Cen
     for name in formats.names():
         form = formats.get(name)
         folder = dataset / form.FOLDER
-        if name in meaning.formats or not (folder / converted.MEANING).exists():
+        if name in meaning.formats or not any((folder / x).exists() for x in (converted.MEANING, converted.SAMPLES)):
             continue
         verb = "convert" if name in spec.capture.formats else f"convert --format {name}"
         if converted.is_held(folder / converted.LOCK):
@@ -98,13 +98,15 @@ def _derived(spec: RunSpec, dataset: Path, meaning: DatasetSemantics, found: Cen
             continue
         try:
             one = converted.opened(folder)
-        except Refused as e:
-            problems.append(f"{form.FOLDER}/{e.doc.field}: {e.doc.message}: {verb} writes it again")
+        except (BadInput, Refused) as e:
+            problems.append(f"{form.FOLDER}: {e.doc.message}: {verb} writes it again")
             continue
         verb += " --approximate" if one.approximate else ""  # else convert refuses to write such a folder again
         made = {row: x for row, x in one.lines.items() if converted.same_sample(found.published.get(row), x)}
         wrong = converted.wrong_files(one, made, deep=deep)
         converted.note(folder, made, wrong)
+        if why := norm.damage(one.norm_file):
+            problems.append(f"{form.FOLDER}/{norm.NORM_FILE}: the final norm {why}: {verb} writes it again")
         problems += [f"row {row}: {form.FOLDER}/{made[row].file}: {why}: {verb} writes it again"
                      for row, why in wrong.items()]  # fmt: skip
         if not spec.data.shards:
@@ -208,13 +210,14 @@ def check(
     lines = [found.published[row] for row in sorted(found.published)]
     damaged = converted.files_wrong(dataset, lines, form, meaning.shape, deep=deep, what="verify")
     problems += [f"row {row}: {found.published[row].file}: {why}" for row, why in damaged.items()]
+    _remember(dataset, meaning, found, damaged)  # what follows may stop at a damaged norm
     chosen = proof.seeded(lines, spec.data.proof_samples, meaning.dataset_id)
     _, unproved = proof.prove_published(spec.model.path, dataset, meaning, chosen)
     problems += [f"row {row}: {why}" for row, why in unproved.items()]
     sound = {row: line for row, line in found.published.items() if row not in damaged}
     whole_set, by_row = _diagnosed(spec, dataset, meaning, sound, [c for c in chosen if c.index in sound], reference)
     problems += [*whole_set, *(f"row {row}: {why}" for row, why in by_row.items())]
-    _remember(dataset, meaning, found, damaged | unproved | by_row)
+    _remember(dataset, meaning, found, {row: why for row, why in (unproved | by_row).items() if row in sound})
     named = problems[: _NAMED - 2]
     if len(problems) > len(named):
         named[-1] = f"{named[-1]} (and {len(problems) - len(named)} more)"

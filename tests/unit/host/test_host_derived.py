@@ -12,8 +12,8 @@ import host_data as h
 import pytest
 
 from hsx_host import contract as c
-from hsx_host import convert, converted, formats, handoff, plan, state, training_check, verify
-from hsx_host.errors import Refused
+from hsx_host import convert, converted, formats, handoff, norm, plan, state, training_check, verify
+from hsx_host.errors import BadInput, Refused
 from hsx_host.manifest import published_lines, rewrite
 from hsx_host.shards import ShardFiles
 
@@ -206,4 +206,64 @@ def test_before_a_conversion_only_what_was_captured_is_looked_at(tmp_path: Path)
     file_of(dataset / "specforge").unlink()
     assert verify.run(spec, Namespace(deep=False, shard=None, window_ended=False, captured=True)).ok
     assert converts(spec) == 1
+    assert verified(spec, deep=True).ok
+
+
+@pytest.mark.parametrize("spoil", [lambda p: flip(p, -9), lambda p: p.unlink()])
+def test_a_norm_that_went_with_a_format_is_looked_at_and_written_again(
+    tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
+    spec, dataset = made_in(tmp_path, "speculators", "specforge")
+    converts(spec)
+    kept = dataset / "speculators" / norm.NORM_FILE
+    spoil(kept)
+    with h.refuses(Refused, "manifest.jsonl", "speculators/final_norm.safetensors: the final norm", "writes it again"):
+        verified(spec)
+    elsewhere = {"source": str(dataset / "speculators"), "out": str(tmp_path / "x")}
+    with h.refuses(Refused, norm.NORM_FILE, "convert to it again"):
+        convert.run(spec, Namespace(**(CONVERT | elsewhere), format="specforge"))
+    converts(spec)
+    assert kept.read_bytes() == (dataset / norm.NORM_FILE).read_bytes()
+    assert verified(spec, deep=True).ok
+
+
+OTHER_MEANING: dict[str, Callable[[Path], object]] = {
+    "broken": lambda p: p.write_bytes(b"{"),
+    "gone": lambda p: p.unlink(),
+    "another format": lambda p: p.write_bytes(p.read_bytes().replace(b'"specforge"', b'"specforgf"', 1)),
+}
+
+
+@pytest.mark.parametrize("fault", OTHER_MEANING)
+def test_a_folder_that_no_longer_says_what_it_is_is_made_anew(tmp_path: Path, fault: str) -> None:
+    spec, dataset = made_in(tmp_path, "specforge")
+    converts(spec)
+    meaning = dataset / "specforge" / converted.MEANING
+    before = meaning.read_bytes()
+    OTHER_MEANING[fault](meaning)
+    with h.refuses(Refused, "manifest.jsonl", "convert writes it again"):
+        verified(spec)
+    assert converts(spec) == 6
+    assert meaning.read_bytes() == before
+    assert verified(spec, deep=True).ok
+
+
+def test_a_folder_with_others_files_is_refused(tmp_path: Path) -> None:
+    spec, dataset = made_in(tmp_path, "specforge")
+    (dataset / "specforge").mkdir()
+    (dataset / "specforge/notes.txt").write_text("mine")
+    with h.refuses(BadInput, "--out", "other files"):
+        converts(spec)
+    assert (dataset / "specforge/notes.txt").exists()
+
+
+def test_a_folder_in_a_samples_place_is_mended(tmp_path: Path) -> None:
+    spec, dataset = made_in(tmp_path, "specforge")
+    converts(spec)
+    file = file_of(dataset / "specforge")
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(Refused):
+        verified(spec)
+    converts(spec)
     assert verified(spec, deep=True).ok

@@ -12,6 +12,7 @@ import pytest
 from hsx_host import contract as c
 from hsx_host import convert, extract, fingerprint, verify
 from hsx_host.errors import Refused
+from hsx_host.formats import speculators_v1 as v1
 from hsx_host.norm import NORM_FILE
 
 
@@ -70,3 +71,29 @@ def test_no_damaged_norm_is_converted_by(shard: c.RunSpec, tmp_path: Path) -> No
     with h.refuses(Refused, NORM_FILE, "is damaged"):
         convert.run(shard, parser.parse_args(["--format", "specforge", "--out", str(out)]))
     assert not list(out.glob("**/*.ckpt"))
+
+
+def test_a_damaged_norm_without_a_hash_is_taken_anew(shard: c.RunSpec) -> None:
+    extract.run(shard, Namespace(shard=0, stop_after=0.0))
+    dataset, _ = fingerprint.opened(shard)
+    (dataset / "final_norm.sha256").unlink()  # a data set of an earlier version
+    right = (dataset / NORM_FILE).read_bytes()
+    (dataset / NORM_FILE).write_bytes(b"")
+    with h.refuses(Refused, NORM_FILE, "is damaged", "extract any shard"):
+        verify.run(shard, Namespace(deep=False, shard=None, window_ended=False))
+    extract.run(shard, Namespace(shard=0, stop_after=0.0))
+    assert (dataset / NORM_FILE).read_bytes() == right
+
+
+def test_what_deep_found_beside_a_damaged_norm_is_noted(shard: c.RunSpec) -> None:
+    extract.run(shard, Namespace(shard=0, stop_after=0.0))
+    dataset, _ = fingerprint.opened(shard)
+    low_bit(dataset / NORM_FILE)
+    file = dataset / "v1/data_3.pt"
+    data = bytearray(file.read_bytes())
+    data[v1.check(file, 8, h.SHAPE)[1]["layer_1"][0]] ^= 1
+    file.write_bytes(data)
+    with h.refuses(Refused, NORM_FILE):
+        verify.run(shard, Namespace(deep=True, shard=None, window_ended=False))
+    assert extract.run(shard, Namespace(shard=0, stop_after=0.0)).extracted == 1
+    assert verify.run(shard, Namespace(deep=True, shard=None, window_ended=False)).ok

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from hsx_host import contract as c
-from hsx_host import fingerprint, plan
+from hsx_host import fingerprint, plan, verify
 from hsx_host.errors import BadInput, Refused, TryAgain
 from hsx_host.formats import speculators_v1 as v1
 from hsx_host.manifest import Failed, Ledger
@@ -137,13 +137,33 @@ def test_only_shards_with_samples_that_failed(tmp_path: Path) -> None:
     dataset = h.publish(spec, rows=[0, 1, 3, 4, 5, 6, 7])  # shard 1 is whole, shard 2 was never begun
     assert run(spec, failed=True).shards == []
     for row in (2, 5):  # row 5 was published after it had failed
-        ledger: Ledger[Failed] = Ledger(ShardFiles(dataset, row // 4).failures)
-        ledger.append(Failed(row, 7, "", "layer_1 is not finite", 3, 0.0))
+        files = ShardFiles(dataset, row // 4)
+        ledger: Ledger[Failed] = Ledger(files.failures)
+        ledger.append(Failed(row, 7, read_input(files).hashes()[row].hex(), "layer_1 is not finite", 3, 0.0))
         ledger.close()
     (shard,) = run(spec, failed=True).shards
     assert (shard.id, shard.todo, shard.failed) == (0, 1, 1)
     assert shard.reasons == ["row 2 after 3 tries: layer_1 is not finite"]
     assert [(s.id, s.failed) for s in run(spec).shards] == [(0, 1), (2, 0)]
+
+
+def test_a_failure_is_its_samples_and_not_its_rows(tmp_path: Path) -> None:
+    spec, _ = planned(tmp_path, h.samples(4))
+    files = ShardFiles(fingerprint.opened(spec)[0], 0)
+    ledger: Ledger[Failed] = Ledger(files.failures)
+    ledger.append(Failed(0, 5, read_input(files).hashes()[0].hex(), "kills the server", 3, 0.0))
+    ledger.close()
+    h.write_lines(Path(spec.data.path), [h.line([9, 9]), *h.samples(4)])
+    assert [s.failed for s in run(spec).shards] == [0, 0]
+
+
+def test_a_shard_whose_rows_are_all_rejected_has_nothing_left(tmp_path: Path) -> None:
+    spec, _ = planned(tmp_path, h.samples(8), max_rejects=4)
+    dataset = h.publish(spec, rows=range(4))
+    h.write_lines(Path(spec.data.path), [*h.samples(4), "{}", "{}", "{}", "{}"])
+    assert run(spec).todo == 0
+    assert len(read_input(ShardFiles(dataset, 1))) == 0
+    assert verify.run(spec, Namespace(deep=False, shard=None, window_ended=False)).ok
 
 
 def test_with_nothing_to_do_no_shard_is_named(tmp_path: Path) -> None:

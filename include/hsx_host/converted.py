@@ -101,8 +101,8 @@ def problems(folder: Path, *, deep: bool) -> Iterator[str]:
         yield f"row {row}: {folder.name}/{one.lines[row].file}: {why}"
     for stray in strays(folder, one.form, {line.file for line in one.lines.values()}):
         yield f"{folder.name}/{stray} is in no manifest"
-    if why := norm.damage(one.norm_file):
-        yield f"{folder.name}/{norm.NORM_FILE}: the final norm {why}"
+    if why := norm_wrong(one):
+        yield why
     for why in one.form.side_wrong(folder, one.lines, deep):
         yield f"{folder.name}/{why}"
 
@@ -113,6 +113,12 @@ def wrong_files(one: Collection, lines: Mapping[int, Published], *, deep: bool) 
     left = [line for row, line in sorted(lines.items()) if row not in wrong]
     wrong |= files_wrong(one.base, left, one.form, one.shape, deep=deep, what=f"verify {one.form.NAME}")
     return dict(sorted(wrong.items()))
+
+
+def norm_wrong(one: Collection) -> str:
+    """What is wrong with the norm that went with the samples; empty where nothing is."""
+    why = norm.damage(one.norm_file)
+    return why and f"{one.base.name}/{norm.NORM_FILE}: the final norm {why}"
 
 
 def files_wrong(

@@ -264,7 +264,7 @@ class _Shard:
                 fix="what this step extracted counts no longer: run probe, look at the capture plugin, extract again",
             )
         plan = state.read_or_none(PlanResult, self._dataset / "plan.json")
-        rows = max(plan.rows if plan else 0, *(self._input.rows[-1:] + 1).tolist(), 0)
+        rows = max(plan.rows if plan else 0, int(self._input.rows.max(initial=-1)) + 1)
         return ShardSummary(
             shard=self._files.id,
             name=shard_name(self._files.id, self._meaning.shard_size, rows),

@@ -143,7 +143,7 @@ def write_whole(path: Path, data: bytes, mode: int = 0o644) -> None:
             temporary.unlink()
         if faults.is_full(e):
             raise TryAgain(
-                f"no space: {e}; {path.name} needs {len(data)} bytes",
+                f"no space: {e.strerror}; {path.name} needs {len(data)} bytes",
                 field="disk",
                 value=path.parent,
                 fix="make room, then start it again",

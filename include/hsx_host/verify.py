@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
-from hsx_host import converted, diagnose, formats, norm, proof, sides, state
+from hsx_host import converted, diagnose, formats, proof, sides, state
 from hsx_host.contract import PlanResult, RunSpec, VerifyReport
 from hsx_host.errors import BadInput, Refused, TryAgain
 from hsx_host.fingerprint import DatasetSemantics, opened
@@ -105,8 +105,8 @@ def _derived(spec: RunSpec, dataset: Path, meaning: DatasetSemantics, found: Cen
         made = {row: x for row, x in one.lines.items() if converted.same_sample(found.published.get(row), x)}
         wrong = converted.wrong_files(one, made, deep=deep)
         converted.note(folder, made, wrong)
-        if why := norm.damage(one.norm_file):
-            problems.append(f"{form.FOLDER}/{norm.NORM_FILE}: the final norm {why}: {verb} writes it again")
+        if why := converted.norm_wrong(one):
+            problems.append(f"{why}: {verb} writes it again")
         problems += [f"row {row}: {form.FOLDER}/{made[row].file}: {why}: {verb} writes it again"
                      for row, why in wrong.items()]  # fmt: skip
         if not spec.data.shards:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeGuard
 
 from hsx_host.errors import TryAgain
 
@@ -60,7 +61,7 @@ def is_nfs_own(name: str) -> bool:
     return _NFS.fullmatch(name) is not None
 
 
-def is_full(error: BaseException) -> bool:
+def is_full(error: BaseException) -> TypeGuard[OSError]:
     """Whether the disk or a quota is full. The library datasets says so without a number."""
     return isinstance(error, OSError) and (error.errno in (errno.ENOSPC, errno.EDQUOT) or "disk space" in str(error))
 

@@ -96,7 +96,11 @@ def test_only_an_error_that_says_that_there_is_no_file_drops_a_line(
     if gone:
         assert resumed(dataset, files)[0] == [0, 1, 3]
         return
-    with h.refuses(TryAgain, "file", "v1/data_2.pt", os.strerror(number), "then start it again"):
+    fix = {
+        errno.EACCES: "make it readable", errno.EIO: "look at the disk", errno.ESTALE: "mount",
+        errno.EMFILE: "ulimit -n", errno.ENOMEM: "free memory",
+    }[number]  # fmt: skip
+    with h.refuses(TryAgain, "file", "v1/data_2.pt", os.strerror(number), fix, "then start it again"):
         resumed(dataset, files)
     assert files.manifest.read_bytes() == before
 

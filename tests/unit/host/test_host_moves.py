@@ -13,7 +13,7 @@ from typing import Any
 import host_data as h
 import pytest
 from host_stand_in import StandIn
-from test_host_reuse import UNTOUCHED, killed, struck
+from test_host_reuse import UNTOUCHED, interrupted, killed, struck
 from test_host_reuse import run as planned
 
 from hsx_host import contract as c
@@ -175,14 +175,7 @@ def test_a_note_of_damage_goes_with_the_file_that_was_looked_at(tmp_path: Path) 
 def test_a_damaged_record_of_moves_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, dataset = made(tmp_path, same_length(6))
     h.write_lines(Path(spec.data.path), [h.line([9, 9]), *same_length(6)])
-
-    def no(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(reuse, "_finish", no)
-        with pytest.raises(KeyboardInterrupt):
-            planned(spec)
+    interrupted(spec, monkeypatch)
     record = dataset / "tmp/plan/moves.jsonl"
     record.write_bytes(record.read_bytes().replace(b'"tokens"', b'"tokenr"', 1))
     planned(spec)

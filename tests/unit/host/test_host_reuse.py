@@ -88,6 +88,18 @@ def full() -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+def interrupted(spec: c.RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that ends where it was about to take effect."""
+
+    def no(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(reuse, "_finish", no)
+        with pytest.raises(KeyboardInterrupt):
+            run(spec)
+
+
 @pytest.mark.parametrize("strike", [killed, full])
 def test_no_sample_is_lost_wherever_it_is_struck(
     moving: tuple[c.RunSpec, Path, Callable[[], None]], strike: Callable[[], None]
@@ -115,14 +127,7 @@ def test_a_dry_run_counts_what_an_unfinished_plan_moves(
     moving: tuple[c.RunSpec, Path, Callable[[], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, dataset, _ = moving
-
-    def no(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(reuse, "_finish", no)
-        with pytest.raises(KeyboardInterrupt):
-            run(spec)
+    interrupted(spec, monkeypatch)
     held = sorted((dataset / "tmp/plan").iterdir())
     dry = plan.run(spec, Namespace(dry_run=True, failed=False))
     assert (dry.done, dry.todo) == (5, 1)

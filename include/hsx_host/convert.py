@@ -201,7 +201,7 @@ def _settle(out: Path, here: ConvertedSet, source: Collection, *, own: bool) -> 
     known = (state.read_or_none if own else state.read_document)(ConvertedSet, meaning)
     if anew := own and (lines.exists() or meaning.exists()) and (known is None or known.format != here.format):
         known = None
-        lines.unlink(missing_ok=True)
+        remove(lines)
     theirs = (
         p.name for p in out.iterdir() if p.name not in converted.OWN_FILES and not converted.is_unfinished(p.name)
     )
@@ -223,7 +223,7 @@ def _settle(out: Path, here: ConvertedSet, source: Collection, *, own: bool) -> 
         return published_lines(lines, repair=True)
     except Refused as e:  # a damaged line: all that the folder holds can be made of the source again
         log(f"{lines}: {e.doc.message}: every sample is written again")
-        lines.unlink()
+        remove(lines)
         return {}
 
 

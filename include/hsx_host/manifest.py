@@ -120,9 +120,8 @@ def read_lines(path: Path, cls: type[Line], *, repair: bool = False) -> tuple[li
 
     :raises Refused: where another line can't be read. One of another version of hsx is never left out.
     """
-    try:
-        data = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
+    data = faults.content(path)
+    if data is None:
         return [], False
     *whole, half = data.split(b"\n")
     lines, left_out = [], bool(half)

@@ -29,6 +29,7 @@ from hsx_host.contract import ContractError, PlanResult, RunSpec, TopUpResult, T
 from hsx_host.dataset import Sample, identity
 from hsx_host.errors import BadInput, Refused, TryAgain
 from hsx_host.fingerprint import opened
+from hsx_host.layouts import faults
 from hsx_host.model_facts import longest_prompt, read_model
 from hsx_host.progress import Progress, log
 from hsx_host.prompts import Prompt, read_prompts
@@ -75,10 +76,10 @@ class Ledger:
 
     def lines(self) -> list[Made]:
         """Every whole line; Refused where one can't be read."""
-        try:
-            *whole, half = self.manifest.read_bytes().split(b"\n")
-        except FileNotFoundError:
+        data = faults.content(self.manifest)
+        if data is None:
             return []
+        *whole, half = data.split(b"\n")
         if half:
             log("the top-up's manifest ends in half a line, which is dropped")
         try:

@@ -14,19 +14,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeGuard
 
-from hsx_host.errors import TryAgain
+from hsx_host.errors import Refused, TryAgain
 
 _OF_CONTENT = {
     errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENAMETOOLONG, errno.EINVAL,
 }  # fmt: skip
+# what a network's file system says whose server is away (ENOTCONN, ESHUTDOWN: FUSE and Lustre; ETIMEDOUT: a soft mount)
+_OF_A_MOUNT = (errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ETIMEDOUT)
 _FIXES = {
     errno.EACCES: "make it readable for this login, then start it again",
     errno.EPERM: "make it readable for this login, then start it again",
     errno.EMFILE: "raise the limit of open files (ulimit -n), then start it again",
     errno.ENFILE: "raise the host's limit of open files (fs.file-max), then start it again",
     errno.ENOMEM: "free memory, then start it again",
-    errno.ESTALE: "look at the file server's mount, then start it again",
+    errno.EIO: "look at the disk or file server (dmesg), then start it again",
+    **dict.fromkeys(_OF_A_MOUNT, "look at the file server's mount, then start it again"),
 }
+PASSING = _FIXES.keys() - {errno.EACCES, errno.EPERM}
 _NFS = re.compile(r"\.nfs[0-9a-f]+")
 
 
@@ -41,6 +45,23 @@ def reason(path: Path, error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else "") or str(error) or type(error).__name__
 
 
+def content(path: Path) -> bytes | None:
+    """What a file of lines holds; None where there is none.
+
+    :raises TryAgain: where the host can't read it now.
+    :raises Refused: where what has its name is no file.
+    """
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as e:
+        if of_the_host(e):
+            raise unreadable(path, e) from None
+        fix = "move it away, then start it again: what it should name is made anew"
+        raise Refused(f"is no file ({e.strerror})", field=path.name, value=path, fix=fix) from None
+
+
 def of_the_host(error: OSError) -> bool:
     """Whether an error says nothing of what the file holds. One without a number is a library's, of the content."""
     return error.errno is not None and error.errno not in _OF_CONTENT
@@ -52,7 +73,7 @@ def unreadable(path: Path, error: OSError) -> TryAgain:
         f"can't be read: {error.strerror}; nothing is said of what it holds",
         field="file",
         value=path,
-        fix=_FIXES.get(error.errno or 0, "look at the disk or file server (dmesg), then start it again"),
+        fix=_FIXES.get(error.errno or 0, _FIXES[errno.EIO]),
     )
 
 

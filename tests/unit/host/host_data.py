@@ -160,6 +160,11 @@ def publish(spec: c.RunSpec, rows: Iterable[int] | None = None) -> Path:
     return dataset
 
 
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder; locks aside."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
 def refuses(error: type[Exception], field: str, *words: str) -> Any:
     """``pytest.raises`` that also looks at the error's field and message; use as a context manager."""
 

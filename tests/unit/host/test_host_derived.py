@@ -64,6 +64,11 @@ def other_line(folder: Path, change: Callable[[bytes], bytes]) -> None:
     path.write_bytes(change(path.read_bytes()))
 
 
+def no_lines(folder: Path) -> None:
+    (folder / converted.SAMPLES).unlink()
+    (folder / converted.SAMPLES / "x").mkdir(parents=True)
+
+
 HEADERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a flipped header": (lambda f: flip(file_of(f), 20), "row 3: "),
     "a cut file": (lambda f: file_of(f).write_bytes(b"x"), "has 1 bytes instead of"),
@@ -74,6 +79,7 @@ HEADERS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: other_line(f, lambda d: d.replace(b'"loss_mask"', b'"loss_masj"', 1)), "does not fit the format"
     ),
     "a field's name": (lambda f: other_line(f, lambda d: d.replace(b'"tokens"', b'"tokenr"', 1)), "can't be read"),
+    "a folder in the manifest's place": (no_lines, "is no file"),
 }  # fmt: skip
 
 

@@ -28,6 +28,9 @@ OF_THE_HOST = {
     errno.ENFILE: "limit of open files",
     errno.EIO: "disk or file server",
     errno.ESTALE: "file server",
+    errno.ENOTCONN: "file server's mount",
+    errno.ESHUTDOWN: "file server's mount",
+    errno.ETIMEDOUT: "file server's mount",
     errno.ENOMEM: "memory",
 }
 OF_CONTENT = [errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR]
@@ -87,6 +90,36 @@ def test_what_the_host_can_not_read_is_not_noted_as_damaged(
     assert check(spec, deep=True).ok
 
 
+LINES = ("shards/00000/manifest.jsonl", "shards/00000/failures.jsonl", "shards/00000/damaged.jsonl")
+
+
+@pytest.mark.parametrize("number", OF_THE_HOST)
+@pytest.mark.parametrize("name", LINES)
+def test_lines_that_the_host_can_not_read_are_read_later(
+    made: tuple[c.RunSpec, Path], monkeypatch: pytest.MonkeyPatch, number: int, name: str
+) -> None:
+    spec, dataset = made
+    (dataset / name).touch()
+    before = h.tree(dataset)
+    fails(monkeypatch, "open", name, number)
+    with h.refuses(TryAgain, "file", name, OF_THE_HOST[number]):
+        check(spec)
+    monkeypatch.undo()
+    assert h.tree(dataset) == before
+
+
+def test_a_folder_in_a_manifests_place_is_refused_by_name_until_it_is_away(made: tuple[c.RunSpec, Path]) -> None:
+    spec, dataset = made
+    manifest = dataset / LINES[0]
+    manifest.unlink()
+    manifest.mkdir()
+    for verb in (lambda: check(spec), lambda: plan.run(spec, Namespace(dry_run=False, failed=False))):
+        with h.refuses(Refused, "manifest.jsonl", str(manifest), "move it away"):
+            verb()
+    manifest.rmdir()
+    assert [s.id for s in plan.run(spec, Namespace(dry_run=False, failed=False)).shards] == [0]
+
+
 def test_a_proof_that_can_not_read_a_file_notes_nothing(
     made: tuple[c.RunSpec, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +166,7 @@ def test_no_reader_takes_the_hosts_error_for_the_files(
         converted.file_wrong(tmp_path, line, form, h.SHAPE, True)
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EIO, errno.ESTALE, errno.ENOMEM])
+@pytest.mark.parametrize("number", sorted(OF_THE_HOST.keys() - {errno.EACCES, errno.EPERM}))
 def test_no_verb_calls_the_hosts_error_a_bug(number: int) -> None:
     error = program._of_the_host(OSError(number, os.strerror(number), "/data/x"))
     assert isinstance(error, TryAgain)

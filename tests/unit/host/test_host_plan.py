@@ -29,11 +29,6 @@ def planned(root: Path, lines: list[str], **settings: Any) -> tuple[c.RunSpec, c
     return spec, run(spec)
 
 
-def tree(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder; locks aside."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
 def test_shards_sizes_and_inputs(tmp_path: Path) -> None:
     _spec, result = planned(tmp_path, h.samples(10))
     assert [(s.id, s.name, s.first_row, s.rows, s.todo) for s in result.shards] == [
@@ -87,7 +82,7 @@ def test_too_many_rejects_list_the_first_and_leave_nothing(tmp_path: Path) -> No
         BadInput, "data.max_rejects", "2 of 7 rows", "row 5: the line is empty", "row 6: input_ids is empty"
     ):
         run(spec)
-    assert not (tmp_path / "out").exists() or tree(tmp_path / "out") == {}
+    assert not (tmp_path / "out").exists() or h.tree(tmp_path / "out") == {}
 
 
 def test_a_file_of_another_kind_is_not_read_to_its_end(tmp_path: Path) -> None:
@@ -247,19 +242,19 @@ def test_a_shard_that_is_being_extracted_is_not_moved_under(tmp_path: Path) -> N
     spec, _ = planned(tmp_path, h.samples(5))
     dataset = h.publish(spec)
     h.write_lines(Path(spec.data.path), [h.line([7]), *h.samples(5)])
-    before = tree(dataset / "v1")
+    before = h.tree(dataset / "v1")
     with state.locked(ShardFiles(dataset, 1).lock, wait_s=0, what="x"), h.refuses(TryAgain, "lock", "shard 00001"):
         run(spec)
-    assert tree(dataset / "v1") == before
+    assert h.tree(dataset / "v1") == before
 
 
 def test_fewer_rows_are_refused_and_the_old_plan_stays(tmp_path: Path) -> None:
     spec, result = planned(tmp_path, h.samples(8))
-    before = tree(Path(result.dataset_dir))
+    before = h.tree(Path(result.dataset_dir))
     h.write_lines(Path(spec.data.path), h.samples(7))
     with h.refuses(Refused, "data.path", "8 rows", "7", "rows would be lost", "data.name"):
         run(spec)
-    assert tree(Path(result.dataset_dir)) == before
+    assert h.tree(Path(result.dataset_dir)) == before
 
 
 NO_PLANS = {"cut": b'{"type":"PlanRes', "empty": b"", "noise": b"\xff\0", "another document": b"{}"}
@@ -321,10 +316,10 @@ def test_dry_run_writes_nothing_below_the_output(tmp_path: Path) -> None:
 
 def test_dry_run_beside_a_made_data_set(tmp_path: Path) -> None:
     spec, result = planned(tmp_path, h.samples(5))
-    before = tree(Path(result.dataset_dir))
+    before = h.tree(Path(result.dataset_dir))
     h.write_lines(Path(spec.data.path), h.samples(9))
     assert run(spec, dry_run=True).todo == 9
-    assert tree(Path(result.dataset_dir)) == before
+    assert h.tree(Path(result.dataset_dir)) == before
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ import torch
 from sglang.srt.platforms import interface
 from sglang.srt.platforms.device_mixin import DeviceMixin, PlatformEnum
 
+from hsx_cpu import linear
+
 try:
     from sglang.srt.platforms.cpu import CpuDeviceMixin
 except ImportError:
@@ -65,6 +67,9 @@ class TorchCpuPlatform(CpuDeviceMixin, interface.SRTPlatform):  # type: ignore[m
     device_type = "cpu"
     if hasattr(interface, "PlatformCapabilities"):
         capabilities = interface.PlatformCapabilities()
+
+    def init_backend(self) -> None:
+        linear.install()  # SGLang's seam for a platform's own kernels
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"

@@ -108,6 +108,8 @@ def _of_the_host(e: OSError) -> HsxError | None:
         return TryAgain(f"no space: {e.strerror}", field="disk", value=where, fix="make room, then start it again")
     if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
         return BadInput(f"{e.strerror}", field="path", value=where, fix="name a folder that this login may write")
+    if e.errno in (errno.EISDIR, errno.ELOOP) and e.filename:
+        return BadInput(f"{e.strerror}", field="path", value=where, fix="move it away: a file belongs there")
     if e.errno in faults.PASSING:
         return faults.unreadable(Path(os.fsdecode(where)), e)
     return None

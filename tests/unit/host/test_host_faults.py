@@ -17,7 +17,7 @@ from hsx_host import __main__ as program
 from hsx_host import contract as c
 from hsx_host import converted, formats, plan, proof, verify
 from hsx_host.dataset import identity
-from hsx_host.errors import Refused, TryAgain
+from hsx_host.errors import BadInput, Refused, TryAgain
 from hsx_host.layouts import faults
 from hsx_host.manifest import Published
 
@@ -171,6 +171,19 @@ def test_no_verb_calls_the_hosts_error_a_bug(number: int) -> None:
     error = program._of_the_host(OSError(number, os.strerror(number), "/data/x"))
     assert isinstance(error, TryAgain)
     assert (error.doc.value, OF_THE_HOST[number] in error.doc.fix) == ("/data/x", True)
+
+
+@pytest.mark.parametrize("name", ["plan.lock", "plan.json"])
+def test_a_folder_in_a_files_place_is_no_bug(made: tuple[c.RunSpec, Path], name: str) -> None:
+    spec, dataset = made
+    (dataset / name).unlink(missing_ok=True)
+    (dataset / name).mkdir()
+    with pytest.raises(IsADirectoryError) as error:
+        plan.run(spec, Namespace(dry_run=False, failed=False))
+    said = program._of_the_host(error.value)
+    assert isinstance(said, BadInput)
+    assert (str(said.doc.value), "move it away" in said.doc.fix) == (str(dataset / name), True)
+    assert not list(dataset.rglob("*.tmp"))
 
 
 def test_a_librarys_error_without_a_number_is_of_the_content() -> None:

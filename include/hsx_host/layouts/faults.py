@@ -30,6 +30,7 @@ _FIXES = {
     errno.EIO: "look at the disk or file server (dmesg), then start it again",
     **dict.fromkeys(_OF_A_MOUNT, "look at the file server's mount, then start it again"),
 }
+#: Errors that pass once the host is looked after, whatever a verb was at; a missing right is told by what it was for.
 PASSING = _FIXES.keys() - {errno.EACCES, errno.EPERM}
 _NFS = re.compile(r"\.nfs[0-9a-f]+")
 
